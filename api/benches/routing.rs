@@ -24,7 +24,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use futures_util::FutureExt as _;
 use serde_json::json;
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, LeaseOutcome, Origin};
+use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, LeaseOutcome, Origin};
 use state::ids::{ApiKeyId, AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
 use state::keys::{API_KEYS_MAX, ApiKeySpec};
 use state::policy::{CostSettings, PolicyConfig};
@@ -132,11 +132,10 @@ impl Fleet {
                 },
             );
         };
-        apply(Command::InitCluster {
-            hash_seed: 7,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: Default::default(),
-        });
+        apply(Command::from(Founding::of_seed(
+            7,
+            PolicyConfig::Cost(CostSettings::default()),
+        )));
         for at in 0..backends {
             apply(Command::PutBackend(BackendSpec {
                 id: format!("gpu-{at}"),
@@ -366,11 +365,10 @@ fn keys(c: &mut Criterion) {
     let seed = 7;
     apply(
         1,
-        Command::InitCluster {
-            hash_seed: seed,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: Default::default(),
-        },
+        Command::from(Founding::of_seed(
+            seed,
+            PolicyConfig::Cost(CostSettings::default()),
+        )),
     );
     let secrets: Vec<NewSecret> = (0..API_KEYS_MAX).map(|_| NewSecret::draw()).collect();
     for (secret, index) in secrets.iter().zip(2_u64..) {

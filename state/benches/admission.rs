@@ -17,11 +17,10 @@ use state::admission::{
     AdmissionSettings, DispatchVerdict, Gate, Order, Pricing, Queue, QueueSettings, QueuedRequest,
     UserFigures,
 };
-use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
+use state::command::{Charge, Command, Envelope, Founding, Item, Lane, Origin};
 use state::ids::{AttemptId, LogIndex, ReplicaId, SessionId, Ticket, UserKey};
 use state::policy::{CostSettings, PolicyConfig};
 use state::quotas::PendingUse;
-use state::users::FairnessSettings;
 
 criterion_group! {
     name = benches;
@@ -161,11 +160,10 @@ fn reading(criterion: &mut Criterion) {
 fn users(count: u64) -> RouterState {
     let mut state = RouterState::new();
     state.view().want_users();
-    let init = Command::InitCluster {
-        hash_seed: 1,
-        policy: PolicyConfig::Cost(CostSettings::default()),
-        fairness: FairnessSettings::default(),
-    };
+    let init = Command::from(Founding::of_seed(
+        1,
+        PolicyConfig::Cost(CostSettings::default()),
+    ));
     state.apply(LogIndex(1), envelope(1, init));
     // They wait, so that no charge lifts them.
     let waiting = |user| Charge {
@@ -199,11 +197,10 @@ fn publishing(count: u64) {
         if wants {
             view.want_users();
         }
-        let init = Command::InitCluster {
-            hash_seed: 1,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: FairnessSettings::default(),
-        };
+        let init = Command::from(Founding::of_seed(
+            1,
+            PolicyConfig::Cost(CostSettings::default()),
+        ));
         state.apply(LogIndex(1), envelope(1, init));
         let charges: Vec<Item> = (0..count).map(|user| charge(key(user))).collect();
         let mut index = 1;

@@ -16,14 +16,13 @@ use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec;
 use state::command::{
-    BackendSpec, Charge, Command, Envelope, Item, Lane, LeaseOutcome, Origin, Reply,
+    BackendSpec, Charge, Command, Envelope, Founding, Item, Lane, LeaseOutcome, Origin, Reply,
 };
 use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
 use state::policy::{Candidate, PolicyConfig, PolicyRequest, Prices, choose};
 use state::prefix::{BlockHasher, HashSecret, Scope, chain_bytes, chain_tokens};
-use state::users::FairnessSettings;
 
 criterion_group! {
     name = benches;
@@ -317,11 +316,10 @@ impl Driver {
             next_attempt,
             users,
         };
-        driver.apply_command(Command::InitCluster {
-            hash_seed: 1,
-            policy: PolicyConfig::LeastRequest,
-            fairness: FairnessSettings::default(),
-        });
+        driver.apply_command(Command::from(Founding::of_seed(
+            1,
+            PolicyConfig::LeastRequest,
+        )));
         for slot in 0..backends {
             driver.apply_command(Command::PutBackend(BackendSpec {
                 id: slot.to_string(),

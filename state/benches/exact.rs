@@ -14,13 +14,12 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
-use state::command::{BackendSpec, Command, EngineFacts, Envelope, Item, Lane, Origin};
+use state::command::{BackendSpec, Command, EngineFacts, Envelope, Founding, Item, Lane, Origin};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot,
 };
 use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
-use state::users::FairnessSettings;
 
 const ENGINES: usize = 4;
 /// Number of blocks in one prompt, stored by one message.
@@ -48,11 +47,10 @@ impl Bench {
             engines: (0..ENGINES).map(|_| (0, VecDeque::new())).collect(),
             log_bytes: 0,
         };
-        bench.apply(Command::InitCluster {
-            hash_seed: 1,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: FairnessSettings::default(),
-        });
+        bench.apply(Command::from(Founding::of_seed(
+            1,
+            PolicyConfig::Cost(CostSettings::default()),
+        )));
         for engine in 0..ENGINES {
             let id = format!("gpu-{engine}");
             bench.apply(Command::PutBackend(BackendSpec {

@@ -14,7 +14,7 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::admission::{AdmissionSettings, BinSelection, SlaSettings};
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin};
+use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origin};
 use state::ids::{
     AttemptId, BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
@@ -22,7 +22,6 @@ use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 use state::outputs::{Boundaries, Histogram};
 use state::policy::{CostSettings, PolicyConfig};
 use state::service::ServiceSample;
-use state::users::FairnessSettings;
 
 const BATCHES: usize = 2_000;
 
@@ -50,11 +49,10 @@ impl Driver {
             state: RouterState::new(),
             seq: 0,
         };
-        driver.apply(Command::InitCluster {
-            hash_seed: 1,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: FairnessSettings::default(),
-        });
+        driver.apply(Command::from(Founding::of_seed(
+            1,
+            PolicyConfig::Cost(CostSettings::default()),
+        )));
         for backend in 0..backends {
             driver.apply(Command::PutBackend(BackendSpec {
                 id: backend.to_string(),

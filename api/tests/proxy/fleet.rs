@@ -24,7 +24,6 @@ use state::command::{
 };
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, UserKey};
 use state::policy::PolicyConfig;
-use state::prefix::HashSecret;
 use state::users::FairnessSettings;
 use state::{Registry, RouterState, StateView};
 use tokio::net::TcpListener;
@@ -231,12 +230,10 @@ impl Fleet {
 
     /// Founds the cluster and registers `engines`.
     fn found(&self, engines: &[&Engine]) {
-        self.apply(Command::FoundCluster {
-            hash_seed: 7,
-            hash_secret: HashSecret::of_number(7),
-            policy: PolicyConfig::LeastRequest,
-            fairness: FairnessSettings::default(),
-        });
+        self.apply(Command::from(Founding::of_seed(
+            7,
+            PolicyConfig::LeastRequest,
+        )));
         for (number, engine) in engines.iter().enumerate() {
             self.apply(Command::PutBackend(BackendSpec {
                 id: format!("e{number}"),

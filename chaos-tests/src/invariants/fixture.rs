@@ -80,15 +80,7 @@ impl RecordBuilder {
             now_us: 10,
         };
         let policy = PolicyConfig::Cost(CostSettings::default());
-        let fairness = FairnessSettings::default();
-        story.write(
-            1,
-            Command::InitCluster {
-                hash_seed: HASH_SEED,
-                policy,
-                fairness,
-            },
-        );
+        story.write(1, Command::from(Founding::of_seed(HASH_SEED, policy)));
         story
     }
 

@@ -68,7 +68,7 @@ mod tests {
                 seq: 2,
             },
             proposed_at_ms: 1,
-            command: Command::EndKey { id: ApiKeyId(1) },
+            command: Command::RevokeKey { id: ApiKeyId(1) },
         };
         let bytes = state::codec::encode_envelope(&envelope);
         let mut record = RunRecord::default();

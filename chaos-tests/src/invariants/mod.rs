@@ -142,15 +142,6 @@ pub fn check_all(record: &RunRecord) -> Result<Vec<Subjects>, PropertyError> {
     ALL.iter().map(|it| (it.check)(record)).collect()
 }
 
-/// Returns the command that a replica may propose for `command` among older builds, if there is one:
-/// a key is removed by the command that all builds can read.
-fn substitute(command: &Command) -> Option<Command> {
-    match command {
-        Command::EndKey { id } => Some(Command::RevokeKey { id: *id }),
-        _ => None,
-    }
-}
-
 fn violation(number: &'static str, name: &'static str, detail: String) -> PropertyError {
     PropertyError {
         number,

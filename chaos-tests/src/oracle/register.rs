@@ -85,7 +85,7 @@ impl RegisterKey {
                 return keys.map(|key| key(name.clone())).into();
             }
             Command::CreateKey(spec) => Self::ApiKey(spec.id),
-            Command::RevokeKey { id } | Command::EndKey { id } => Self::ApiKey(*id),
+            Command::RevokeKey { id } => Self::ApiKey(*id),
             Command::ConfigureUser(changes) => {
                 let weight = changes
                     .weight_milli
@@ -94,15 +94,7 @@ impl RegisterKey {
                 let budget = changes.budget.map(|_| Self::Budget(changes.name.clone()));
                 return weight.into_iter().chain(limits).chain(budget).collect();
             }
-            Command::FoundWithSettings(_) => {
-                return vec![
-                    Self::Policy,
-                    Self::Routing,
-                    Self::Admission,
-                    Self::DefaultLimits,
-                ];
-            }
-            Command::FoundWithUserDefaults { .. } => {
+            Command::Found(_) => {
                 return vec![
                     Self::Policy,
                     Self::Routing,
@@ -118,9 +110,7 @@ impl RegisterKey {
                 Self::Backend(name.clone())
             }
             Command::PutUser(spec) => Self::Weight(spec.name.clone()),
-            Command::PutPolicy(_) | Command::InitCluster { .. } | Command::FoundCluster { .. } => {
-                Self::Policy
-            }
+            Command::PutPolicy(_) => Self::Policy,
             Command::PutRouting(_) => Self::Routing,
             Command::PutAdmission(_) => return vec![Self::DefaultLimits, Self::Admission],
             Command::PutUserLimits { name, .. } => Self::Limits(name.clone()),
@@ -128,7 +118,6 @@ impl RegisterKey {
             | Command::ExpireSession { .. }
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }
-            | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
             | Command::FinishRestore { .. }
             | Command::AbortRestore { .. }
@@ -230,19 +219,15 @@ impl Registers {
             }
             return Reply::Applied;
         }
-        if let Command::FoundWithSettings(founding) = command {
+        if let Command::Found(founding) = command {
             if self.held.contains_key(&RegisterKey::Policy) {
                 return Reply::Rejected(Rejection::AlreadyInitialised);
             }
             self.write(&Command::PutPolicy(founding.policy.clone()));
             self.write(&Command::PutRouting(founding.routing.clone()));
-            return self.write(&Command::PutAdmission(founding.admission.clone()));
-        }
-        if let Command::FoundWithUserDefaults { founding, defaults } = command {
-            return match self.write(&Command::FoundWithSettings(founding.clone())) {
-                Reply::Applied => self.write(&Command::PutUserDefaults(defaults.clone())),
-                refused => refused,
-            };
+            self.write(&Command::PutAdmission(founding.admission.clone()));
+            let defaults = Box::new(founding.user_defaults.clone());
+            return self.write(&Command::PutUserDefaults(defaults));
         }
         match command {
             Command::PutAdmission(settings) => {
@@ -255,7 +240,6 @@ impl Registers {
                 self.limit_all(&defaults.limits)
             }
             Command::CreateKey(spec) => self.create_key(spec),
-            Command::RevokeKey { id } => self.revoke_key(*id),
             // A rotation changes only secrets.
             Command::RotateKey { id, .. } => {
                 match self.held.contains_key(&RegisterKey::ApiKey(*id)) {
@@ -263,7 +247,7 @@ impl Registers {
                     false => Reply::Rejected(Rejection::UnknownKey { id: *id }),
                 }
             }
-            Command::EndKey { id } => {
+            Command::RevokeKey { id } => {
                 let reply = self.revoke_key(*id);
                 if reply == Reply::Applied {
                     self.ended.insert(*id);
@@ -305,14 +289,6 @@ impl Registers {
             }
             Command::PutUser(spec) => spec.weight_milli.to_string(),
             Command::PutPolicy(policy) => format!("{policy:?}"),
-            Command::InitCluster { .. } | Command::FoundCluster { .. }
-                if self.held.contains_key(&key) =>
-            {
-                return Reply::Rejected(Rejection::AlreadyInitialised);
-            }
-            Command::InitCluster { policy, .. } | Command::FoundCluster { policy, .. } => {
-                format!("{policy:?}")
-            }
             Command::PutRouting(settings) => format!("{settings:?}"),
             Command::PutUserLimits { limits, .. } if limits.is_unbounded() => {
                 self.held.remove(&key);
@@ -446,9 +422,8 @@ fn validate(command: &Command) -> Result<(), Rejection> {
         Command::PutUserLimits { limits, .. } => limits.validate(),
         Command::SetUser { user, limits } => user.validate().and_then(|()| limits.validate()),
         Command::ConfigureUser(changes) => changes.validate(),
-        Command::PutUserDefaults(defaults) | Command::FoundWithUserDefaults { defaults, .. } => {
-            defaults.validate()
-        }
+        Command::PutUserDefaults(defaults) => defaults.validate(),
+        Command::Found(founding) => founding.validate(),
         Command::SetCacheScope {
             scope: Some(scope), ..
         } => scope.validate(),

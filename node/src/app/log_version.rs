@@ -88,15 +88,6 @@ pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<()
     ))
 }
 
-/// Returns `command`, or its substitute, if one exists, while not all members can decode it: a key
-/// can always be revoked, but is then not remembered as revoked.
-pub(super) fn readable(command: Command, status: &dyn Fn() -> Status) -> Command {
-    match command {
-        Command::EndKey { id } if check(&command, status).is_err() => Command::RevokeKey { id },
-        command => command,
-    }
-}
-
 /// Whether all members have announced that they know log format `format`.
 pub(super) fn all_know(status: &Status, format: u8) -> bool {
     status
@@ -126,7 +117,7 @@ fn known(member: &Member) -> u8 {
 #[cfg(test)]
 mod tests {
     use raft::Role;
-    use state::ids::{ApiKeyId, RestoreId};
+    use state::ids::RestoreId;
 
     use super::*;
 
@@ -203,22 +194,13 @@ mod tests {
     #[test]
     fn a_restore_waits_until_all_members_can_read_the_backup() {
         let restore = RestoreId(1);
-        let begin = Command::BeginRestoreOfKeys {
+        let begin = Command::BeginRestore {
             restore,
             force: true,
         };
         let asked = |formats: &[Option<u8>]| check(&begin, &|| status(1, formats));
         assert_eq!(asked(&[None, Some(FORMAT_VERSION)]), Ok(()));
         assert!(asked(&[None, Some(FORMAT_VERSION - 1)]).is_err());
-        assert_eq!(u16::from(FORMAT_VERSION), state::SNAPSHOT_VERSION);
-    }
-
-    #[test]
-    fn a_key_can_be_revoked_among_earlier_builds() {
-        let id = ApiKeyId(1);
-        let told = |formats| readable(Command::EndKey { id }, &|| status(1, formats));
-        assert_eq!(told(&[None, Some(5)]), Command::RevokeKey { id });
-        assert_eq!(told(&[None, Some(6)]), Command::EndKey { id });
     }
 
     #[test]

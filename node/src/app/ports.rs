@@ -14,7 +14,6 @@ use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
 use super::clocks::ClusterClocks;
-use super::log_version;
 use super::machine::SharedState;
 use super::scaling::Scaling;
 use crate::planted::{self, Bug};
@@ -95,7 +94,6 @@ impl LogPort {
 
     async fn submit(&self, command: Command) -> Result<Committed, ProposeError> {
         let deadline = Instant::now() + SUBMIT_TIMEOUT;
-        let command = log_version::readable(command, &|| self.replica.status());
         let Ok(mut seq) = tokio::time::timeout_at(deadline, self.admin_seq.lock()).await else {
             let why = "an earlier write of this replica is still in progress";
             return Err(ProposeError::Unavailable(why.to_owned()));
@@ -404,7 +402,7 @@ mod tests {
 
     use api::base::clock::Clock;
     use raft::{Formation, MemoryDisk, PeerHandler, Peers, ReplicaOptions, Storage};
-    use state::command::UserSpec;
+    use state::command::{Founding, UserSpec};
     use tokio::net::TcpListener;
 
     use super::*;
@@ -448,11 +446,10 @@ mod tests {
 
     /// Returns the port of a cluster of one under session 1, with a settable clock.
     async fn port_at(data_dir: &std::path::Path, now_ms: Arc<AtomicU64>) -> LogPort {
-        let init = Command::InitCluster {
-            hash_seed: 1,
-            policy: state::policy::PolicyConfig::LeastRequest,
-            fairness: state::users::FairnessSettings::default(),
-        };
+        let init = Command::from(Founding::of_seed(
+            1,
+            state::policy::PolicyConfig::LeastRequest,
+        ));
         let init = envelope(1, Lane::Admin, FIRST_COMMAND_SEQ, init);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let advertise = listener.local_addr().unwrap().to_string();

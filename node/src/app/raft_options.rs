@@ -13,7 +13,7 @@ use raft::{Formation, Peers, Promotion, ReplicaOptions, Storage};
 use state::admission::RetryAllowance;
 use state::command::{Command, Envelope, Founding, Lane, Origin};
 use state::ids::SessionId;
-use state::prefix::BlockHasher;
+use state::prefix::HashSecret;
 use state::users::FairnessSettings;
 
 use super::ports::FIRST_COMMAND_SEQ;
@@ -92,7 +92,7 @@ pub(super) fn raft_options(
 pub(super) fn first_command(
     config: &Config,
     session: SessionId,
-    hashing: BlockHasher,
+    hashing: (u64, HashSecret),
     clock: &Clock,
 ) -> Vec<u8> {
     state::codec::encode_envelope(&Envelope {
@@ -107,35 +107,18 @@ pub(super) fn first_command(
     })
 }
 
-/// Returns the command that forms a cluster. With a hash secret, it contains every replicated
-/// setting of the config except backends, so that no config that is read later can set one first.
-fn founding(config: &Config, hashing: BlockHasher) -> Command {
-    let (hash_seed, policy) = (hashing.seed, config.policy.clone());
-    let fairness = FairnessSettings::default();
-    let Some(hash_secret) = hashing.secret else {
-        return Command::InitCluster {
-            hash_seed,
-            policy,
-            fairness,
-        };
-    };
-    let founding = Box::new(Founding {
+/// Returns the command that founds a cluster. It contains every replicated setting of the config
+/// except backends, so that no config that is read later can set one first.
+fn founding(config: &Config, (hash_seed, hash_secret): (u64, HashSecret)) -> Command {
+    Command::from(Founding {
         hash_seed,
         hash_secret,
-        policy,
-        fairness,
+        policy: config.policy.clone(),
+        fairness: FairnessSettings::default(),
         routing: config.routing.clone(),
         admission: config.admission.clone(),
-    });
-    let defaults = &config.user_defaults;
-    match defaults.are_of_any_cluster() {
-        // Replicas of an earlier build can decode this command.
-        true => Command::FoundWithSettings(founding),
-        false => Command::FoundWithUserDefaults {
-            founding,
-            defaults: Box::new(defaults.clone()),
-        },
-    }
+        user_defaults: config.user_defaults.clone(),
+    })
 }
 
 /// Returns the settings of the probes.

@@ -117,7 +117,7 @@ fn writes_are_audited() {
     for part in ["put-user", "ada", "127.0.0.1"] {
         assert!(newest.contains(part), "{writes}");
     }
-    assert!(writes.contains("init-cluster"), "{writes}");
+    assert!(writes.contains("found-cluster"), "{writes}");
     assert_eq!(operator.done("audit --limit 1").lines().count(), 2);
     let calls = operator.done("audit --calls");
     let refused = calls.lines().nth(1).unwrap();

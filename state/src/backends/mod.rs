@@ -131,21 +131,10 @@ impl Backends {
         self.by_slot.get(&slot)
     }
 
-    /// Whether any backend computes only one stage of requests.
-    pub(crate) fn have_roles(&self) -> bool {
-        self.iter()
-            .any(|backend| backend.spec.role != BackendRole::Both)
-    }
-
     /// Whether `handle` refers to the current incarnation of a registered backend.
     pub(crate) fn is_live(&self, handle: BackendRef) -> bool {
         self.in_slot(handle.slot)
             .is_some_and(|it| it.handle == handle)
-    }
-
-    /// Whether any engine has several data-parallel ranks.
-    pub(crate) fn have_ranks(&self) -> bool {
-        self.ranks != RankSlots::default()
     }
 
     /// Returns the backend to which its operator or source gave the id `name`, if there is one.

@@ -62,11 +62,9 @@ impl CacheScopes {
         self.default == CacheScope::Shared && self.of_users.len() == 0
     }
 
-    /// Appends the digest of the scopes to the digest input, unless the table is empty.
+    /// Appends the digest of the scopes to the digest input.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
-        if !self.is_empty() {
-            encoding::append_bytes(&(&self.default, self.digest), bytes);
-        }
+        encoding::append_bytes(&(&self.default, self.digest), bytes);
     }
 
     /// Returns the scope of users without one of their own.

@@ -55,11 +55,8 @@ impl RevokedKeys {
         }
     }
 
-    /// Appends the digest of the ids to the digest input, unless the table is empty.
-    pub(super) fn append_digest(&self, bytes: &mut Vec<u8>) {
-        if self.since.len() > 0 {
-            encoding::append_bytes(&self.digest, bytes);
-        }
+    pub(super) fn digest(&self) -> u128 {
+        self.digest
     }
 
     /// Encodes all ids in sections of bounded size. Yields none if the table is empty.

@@ -67,12 +67,9 @@ impl Keys {
         self.digest
     }
 
-    /// Appends the digests of the keys and revoked keys to the digest input, unless there are none.
+    /// Appends the digests of the keys and revoked keys to the digest input.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
-        if !self.is_empty() {
-            encoding::append_bytes(&self.digest, bytes);
-        }
-        self.revoked.append_digest(bytes);
+        encoding::append_bytes(&(self.digest, self.revoked.digest()), bytes);
     }
 
     /// Returns the revoked keys that are remembered.
@@ -112,17 +109,11 @@ impl Keys {
         Ok(())
     }
 
-    /// Removes a key, or returns [`Rejection::UnknownKey`]. A restore may bring it back.
-    pub(crate) fn revoke(&mut self, id: ApiKeyId) -> Result<(), Rejection> {
-        match self.remove(id) {
-            Some(_) => Ok(()),
-            None => Err(Rejection::UnknownKey { id }),
-        }
-    }
-
     /// Removes a key, or returns [`Rejection::UnknownKey`]. No restore brings it back.
-    pub(crate) fn end(&mut self, id: ApiKeyId, calendar_ms: u64) -> Result<(), Rejection> {
-        self.revoke(id)?;
+    pub(crate) fn revoke(&mut self, id: ApiKeyId, calendar_ms: u64) -> Result<(), Rejection> {
+        if self.remove(id).is_none() {
+            return Err(Rejection::UnknownKey { id });
+        }
         self.revoked.insert(id, calendar_ms);
         Ok(())
     }

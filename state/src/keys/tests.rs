@@ -124,7 +124,7 @@ fn restore_revives_no_revoked_key_or_secret() {
         keys.create(spec(id, id as u8, None), NOW_MS).unwrap();
     }
     let id = |id| spec(id, 0, None).id;
-    keys.end(id(4), NOW_MS).unwrap();
+    keys.revoke(id(4), NOW_MS).unwrap();
     let copy = |keys: &Keys| {
         let mut copy = Keys::default();
         for piece in keys.freeze().pieces() {
@@ -142,7 +142,7 @@ fn restore_revives_no_revoked_key_or_secret() {
         copy
     };
     let mut backup = copy(&keys);
-    keys.end(id(1), NOW_MS + 1).unwrap();
+    keys.revoke(id(1), NOW_MS + 1).unwrap();
     keys.rotate(id(2), secret(12), 0, NOW_MS + 2).unwrap();
     keys.create(spec(5, 5, None), NOW_MS + 3).unwrap();
     backup.keep_revocations(&keys);
@@ -165,7 +165,7 @@ fn the_earliest_revoked_key_is_forgotten_first() {
     let mut keys = Keys::with_max(2);
     for (id, at_ms) in [(1, NOW_MS + 2), (2, NOW_MS + 1), (3, NOW_MS + 3)] {
         keys.create(spec(id, id as u8, None), NOW_MS).unwrap();
-        keys.end(spec(id, 0, None).id, at_ms).unwrap();
+        keys.revoke(spec(id, 0, None).id, at_ms).unwrap();
     }
     keys.check().unwrap();
     let again = |keys: &mut Keys, id| keys.create(spec(id, 9, None), NOW_MS);
@@ -184,7 +184,7 @@ proptest! {
             let before = keys.digest();
             let done = match what {
                 0 | 1 => keys.create(spec, NOW_MS),
-                2 => keys.revoke(spec.id),
+                2 => keys.revoke(spec.id, NOW_MS),
                 _ => keys.rotate(spec.id, spec.secret, grace_ms, NOW_MS),
             };
             prop_assert_eq!(done.is_err(), keys.digest() == before);

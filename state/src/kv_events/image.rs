@@ -47,8 +47,9 @@ pub(crate) struct FollowedImage {
 }
 
 impl FollowedBackends {
-    /// Appends the followed backends to the digest input; nothing if no backend is followed.
+    /// Appends the followed backends to the digest input.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
+        encoding::append_bytes(&self.followed.len(), bytes);
         for followed in self.followed.values() {
             encoding::append_bytes(&followed.head(), bytes);
             for stream in followed.ranks.values() {

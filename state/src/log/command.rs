@@ -70,17 +70,9 @@ pub enum Lane {
 /// A change to the replicated state.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub enum Command {
-    /// Founds a cluster without a hash secret and fixes what cannot change later. Rejected if the
-    /// cluster is already initialised. With a hash secret, this build proposes
-    /// [`Command::FoundWithSettings`] or [`Command::FoundWithUserDefaults`] instead.
-    InitCluster {
-        /// Seed of all block and user hashes. Random, so that no client can construct collisions.
-        hash_seed: u64,
-        /// Initial routing policy.
-        policy: PolicyConfig,
-        /// Initial token prices.
-        fairness: FairnessSettings,
-    },
+    /// Founds a cluster. Rejected if the cluster is already founded. Carries all settings of the
+    /// founder's config, so that no config read later can be the first to set one.
+    Found(Box<Founding>),
     /// Applies what a replica has learned since its last flush, in order.
     Batch {
         /// Base of the attempt ids. `items` contain offsets from it, which are short.
@@ -88,6 +80,18 @@ pub enum Command {
         /// Items of the batch, at most 64 KiB encoded. The outbox splits larger batches.
         items: Vec<Item>,
     },
+    /// Closes what the session of a silent replica left open: releases its leases and ends its
+    /// requests, waiting and in flight. If the replica returns, it continues in the same session.
+    ExpireSession {
+        /// Replica whose session expires.
+        replica: ReplicaId,
+        /// Session of the replica as last seen; a newer one is left alone.
+        session: SessionId,
+    },
+    /// Turns on, from this log index on, paced replicated time (`state/src/machine/time.rs`) and
+    /// forgetting never-charged users first (`state/src/users/forgettable.rs`). Proposed once, as
+    /// soon as all members can decode it.
+    PaceTime,
     /// Adds or updates a backend. A new URL starts a new incarnation.
     PutBackend(BackendSpec),
     /// Removes a backend and everything that it owns.
@@ -102,22 +106,30 @@ pub enum Command {
         /// Whether the backend drains.
         draining: bool,
     },
-    /// Sets the weight of a user.
-    PutUser(UserSpec),
+    /// Registers, changes or removes a backend on behalf of a discovery source.
+    Discover(Box<Discovery>),
+    /// Sets the number of data-parallel ranks of a backend's engine, as reported by the engine.
+    /// Each rank has its own slot and starts with an empty cache. Proposed by the leader when the
+    /// number changes.
+    SetRanks {
+        /// Backend of the engine's first rank.
+        backend: BackendRef,
+        /// Number of ranks, from 1 to [`RANKS_MAX`](crate::RANKS_MAX).
+        ranks: u16,
+    },
+    /// Replaces the assignment of KV-event readers to backends. A backend that is not listed has no
+    /// reader.
+    AssignReaders(Vec<Assignment>),
     /// Replaces the routing policy from this log index on.
     PutPolicy(PolicyConfig),
-    /// Closes what the session of a silent replica left open: releases its leases and ends its
-    /// requests, waiting and in flight. If the replica returns, it continues in the same session.
-    ExpireSession {
-        /// Replica whose session expires.
-        replica: ReplicaId,
-        /// Session of the replica as last seen; a newer one is left alone.
-        session: SessionId,
-    },
     /// Replaces the routing settings other than the live policy, from this log index on.
     PutRouting(RoutingSettings),
     /// Replaces the admission settings from this log index on.
     PutAdmission(AdmissionSettings),
+    /// Replaces the defaults of users without their own settings, from this log index on.
+    PutUserDefaults(Box<UserDefaults>),
+    /// Sets the weight of a user.
+    PutUser(UserSpec),
     /// Sets the limits of a user. Limits without any bound remove the user's own limits.
     PutUserLimits {
         /// Name of the user.
@@ -125,11 +137,54 @@ pub enum Command {
         /// New limits.
         limits: UserLimits,
     },
-    /// Replaces the assignment of KV-event readers to backends. A backend that is not listed has no
-    /// reader.
-    AssignReaders(Vec<Assignment>),
+    /// Sets weight and limits of a user. Both take effect, or neither.
+    SetUser {
+        /// Name and weight of the user.
+        user: UserSpec,
+        /// Limits of the user. If they have no bound, the limits for all users apply.
+        limits: UserLimits,
+    },
+    /// Changes weight, limits, budget and models of a user: all given fields, or none.
+    ConfigureUser(Box<UserChanges>),
+    /// Sets the cache scope of one user, or of all users without their own.
+    SetCacheScope {
+        /// Name of the user; `None` for all users without a scope of their own.
+        user: Option<String>,
+        /// New scope; `None` removes the user's own, or sets [`CacheScope::Shared`] for all.
+        scope: Option<CacheScope>,
+    },
+    /// Resets a user's usage of limits and budgets. The user's charges and counter stay.
+    ForgiveUser {
+        /// Name of the user.
+        name: String,
+    },
+    /// Deletes a user with its counters and settings. Rejected while requests of the user wait or
+    /// are in flight. A later user of this name is a new one.
+    DeleteUser {
+        /// Name of the user.
+        name: String,
+    },
+    /// Adds an API key. Rejected if the table is full and no key has expired.
+    CreateKey(Box<ApiKeySpec>),
+    /// Gives an API key a new secret.
+    RotateKey {
+        /// Id of the key.
+        id: ApiKeyId,
+        /// Hash of the new secret.
+        secret: SecretHash,
+        /// Time for which the current secret stays valid, in milliseconds, at most
+        /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
+        grace_ms: u64,
+    },
+    /// Removes an API key: its secrets are rejected from this log index on, and no restore brings
+    /// it back.
+    RevokeKey {
+        /// Id of the key.
+        id: ApiKeyId,
+    },
     /// Starts a restore from a backup, see `state/src/machine/restoring.rs`. Rejected while another
     /// restore is in progress, and, unless `force` is set, when the cluster has users or blocks.
+    /// Revoked API keys and replaced secrets of the current state stay invalid.
     BeginRestore {
         /// Id of the restore.
         restore: RestoreId,
@@ -157,112 +212,13 @@ pub enum Command {
         /// Id of the restore. Any other restore is left alone.
         restore: RestoreId,
     },
-    /// Founds a cluster that hashes its blocks under a secret, and is otherwise like
-    /// [`Command::InitCluster`].
-    FoundCluster {
-        /// Seed of the user hashes and of the first link of each chain.
-        hash_seed: u64,
-        /// Secret under which every block is hashed.
-        hash_secret: HashSecret,
-        /// Initial routing policy.
-        policy: PolicyConfig,
-        /// Initial token prices.
-        fairness: FairnessSettings,
-    },
-    /// Resets a user's usage of limits and budgets. The user's charges and counter stay.
-    ForgiveUser {
-        /// Name of the user.
-        name: String,
-    },
-    /// Turns on, from this log index on, paced replicated time (`state/src/machine/time.rs`) and
-    /// forgetting never-charged users first (`state/src/users/forgettable.rs`). Proposed once, as
-    /// soon as all members can decode it. Format version 4.
-    PaceTime,
-    /// Sets weight and limits of a user. Both take effect, or neither. Format version 4.
-    SetUser {
-        /// Name and weight of the user.
-        user: UserSpec,
-        /// Limits of the user. If they have no bound, the limits for all users apply.
-        limits: UserLimits,
-    },
-    /// Founds a cluster like [`Command::FoundCluster`], with all settings of the founder's config,
-    /// so that no config read later can be the first to set one. Format version 4.
-    FoundWithSettings(Box<Founding>),
-    /// Deletes a user with its counters, weight and limits. Rejected while requests of the user
-    /// wait or are in flight. A later user of this name is a new one. Format version 4.
-    DeleteUser {
-        /// Name of the user.
-        name: String,
-    },
-    /// Adds an API key. Rejected if the table is full and no key has expired. Format version 5.
-    CreateKey(Box<ApiKeySpec>),
-    /// Removes an API key: its secrets are rejected from this log index on. Format version 5.
-    RevokeKey {
-        /// Id of the key.
-        id: ApiKeyId,
-    },
-    /// Gives an API key a new secret. Format version 5.
-    RotateKey {
-        /// Id of the key.
-        id: ApiKeyId,
-        /// Hash of the new secret.
-        secret: SecretHash,
-        /// Time for which the current secret stays valid, in milliseconds, at most
-        /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
-        grace_ms: u64,
-    },
-    /// Removes an API key, and no restore brings it back. Format version 6.
-    EndKey {
-        /// Id of the key.
-        id: ApiKeyId,
-    },
-    /// Starts a restore like [`Command::BeginRestore`], but ended API keys and replaced secrets of
-    /// the current state stay invalid. The backup may be of any format, so all members must know
-    /// the newest one. Format version 6.
-    BeginRestoreOfKeys {
-        /// Id of the restore.
-        restore: RestoreId,
-        /// Whether to replace a state that is not empty.
-        force: bool,
-    },
-    /// Changes weight, limits, budget and models of a user: all given fields, or none. Format
-    /// version 6.
-    ConfigureUser(Box<UserChanges>),
-    /// Sets the cache scope of one user, or of all users without their own. Format version 7.
-    SetCacheScope {
-        /// Name of the user; `None` for all users without a scope of their own.
-        user: Option<String>,
-        /// New scope; `None` removes the user's own, or sets [`CacheScope::Shared`] for all.
-        scope: Option<CacheScope>,
-    },
-    /// Replaces the defaults of users without their own settings, from this log index on. Format
-    /// version 8.
-    PutUserDefaults(Box<UserDefaults>),
-    /// Founds a cluster like [`Command::FoundWithSettings`], with the defaults of users without
-    /// their own settings. Format version 8.
-    FoundWithUserDefaults {
-        /// Other initial settings. Its limits for all users are those of `defaults`.
-        founding: Box<Founding>,
-        /// Defaults of users without their own settings.
-        defaults: Box<UserDefaults>,
-    },
-    /// Sets the number of data-parallel ranks of a backend's engine, as reported by the engine.
-    /// Each rank has its own slot and starts with an empty cache. Proposed by the leader when the
-    /// number changes. Format version 10.
-    SetRanks {
-        /// Backend of the engine's first rank.
-        backend: BackendRef,
-        /// Number of ranks, from 1 to [`RANKS_MAX`](crate::RANKS_MAX).
-        ranks: u16,
-    },
-    /// Registers, changes or removes a backend on behalf of a discovery source. Format version 10.
-    Discover(Box<Discovery>),
 }
 
 /// Initial settings of a cluster, which its founder proposes.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub struct Founding {
-    /// Seed of the user hashes and of the first link of each chain.
+    /// Seed of the user hashes and of the first link of each chain. Random, so that no client can
+    /// construct collisions.
     pub hash_seed: u64,
     /// Secret under which every block is hashed.
     pub hash_secret: HashSecret,
@@ -272,8 +228,45 @@ pub struct Founding {
     pub fairness: FairnessSettings,
     /// Initial routing settings other than the policy.
     pub routing: RoutingSettings,
-    /// Initial admission settings.
+    /// Initial admission settings. The limits for all users are those of `user_defaults`.
     pub admission: AdmissionSettings,
+    /// Initial defaults of users.
+    pub user_defaults: UserDefaults,
+}
+
+impl Founding {
+    /// Returns the founding of a cluster for tests and simulations: with default settings, and a
+    /// secret that follows from the seed.
+    #[must_use]
+    pub fn of_seed(hash_seed: u64, policy: PolicyConfig) -> Self {
+        Self {
+            hash_seed,
+            hash_secret: HashSecret::of_number(hash_seed),
+            policy,
+            fairness: FairnessSettings::default(),
+            routing: RoutingSettings::default(),
+            admission: AdmissionSettings::default(),
+            user_defaults: UserDefaults::default(),
+        }
+    }
+
+    /// Checks the bounds of every setting.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
+        self.policy.validate()?;
+        self.fairness.validate()?;
+        self.routing.validate()?;
+        self.admission.validate()?;
+        self.user_defaults.validate()
+    }
+}
+
+impl From<Founding> for Command {
+    fn from(founding: Founding) -> Self {
+        Self::Found(Box::new(founding))
+    }
 }
 
 /// One fact in a batch. Attempts are offsets from the `base_attempt` of the batch.
@@ -340,16 +333,16 @@ pub enum Item {
         /// [`OUTPUTS_PER_ITEM_MAX`] requests.
         tokens: Vec<u32>,
     },
-    /// Text and token counts of finished requests. Format version 4.
+    /// Text and token counts of finished requests.
     ObserveText(TextSample),
-    /// An engine reported its tokens per block. Repeats are harmless. Format version 4.
+    /// An engine reported its tokens per block. Repeats are harmless.
     ObserveBlockSize {
         /// Backend that was probed.
         backend: BackendRef,
         /// Number of tokens per block of the engine's cache.
         tokens: u32,
     },
-    /// Outcomes of predictions that a backend has prompts cached. Format version 10.
+    /// Outcomes of predictions that a backend has prompts cached.
     ObserveBelief(BeliefSample),
 }
 
@@ -424,18 +417,6 @@ impl UserDefaults {
         self.limits.validate()?;
         self.budget.validate()?;
         self.cache.validate()
-    }
-
-    /// Whether these defaults equal those of a cluster founded without any. Limits are not
-    /// compared, because the admission settings contain them.
-    #[must_use]
-    pub fn are_of_any_cluster(&self) -> bool {
-        let limits = self.limits;
-        *self
-            == Self {
-                limits,
-                ..Self::default()
-            }
     }
 }
 

@@ -7,58 +7,27 @@ use crate::bounds::NAME_BYTES_MAX;
 use crate::command::{Founding, Origin};
 use crate::ids::{BackendRef, ReplicaId, SessionId, Slot};
 use crate::policy::PolicyConfig;
-use crate::prefix::BlockHasher;
-use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
 impl RouterState {
-    pub(super) fn init_cluster(
-        &mut self,
-        origin: &Origin,
-        hashing: BlockHasher,
-        policy: PolicyConfig,
-        fairness: FairnessSettings,
-    ) -> Result<(), Rejection> {
+    pub(super) fn found(&mut self, origin: &Origin, founding: Founding) -> Result<(), Rejection> {
         if self.config.initialised {
             return Err(Rejection::AlreadyInitialised);
         }
-        policy.validate()?;
-        fairness.validate()?;
-        let subject = policy.name().to_owned();
+        founding.validate()?;
+        let subject = founding.policy.name().to_owned();
         self.config = super::ClusterConfig {
             initialised: true,
-            hash_seed: hashing.seed,
-            policy,
-            fairness,
+            hash_seed: founding.hash_seed,
+            policy: founding.policy,
+            fairness: founding.fairness,
         };
-        self.hash_secret = hashing.secret;
-        self.note(origin, AuditAction::InitCluster, subject);
-        Ok(())
-    }
-
-    pub(super) fn found_with_settings(
-        &mut self,
-        origin: &Origin,
-        founding: Founding,
-    ) -> Result<(), Rejection> {
-        let Founding {
-            hash_seed,
-            hash_secret,
-            policy,
-            fairness,
-            routing,
-            admission,
-        } = founding;
-        routing.validate()?;
-        admission.validate()?;
-        let hashing = BlockHasher {
-            seed: hash_seed,
-            secret: Some(hash_secret),
-        };
-        self.init_cluster(origin, hashing, policy, fairness)?;
-        self.settings.routing = Some(routing);
-        self.set_admission(admission);
+        self.hash_secret = Some(founding.hash_secret);
+        self.settings.routing = Some(founding.routing);
+        self.set_admission(founding.admission);
+        self.set_user_defaults(founding.user_defaults);
+        self.note(origin, AuditAction::FoundCluster, subject);
         Ok(())
     }
 

@@ -30,8 +30,8 @@ pub struct AuditEntry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AuditAction {
-    /// The cluster was initialised.
-    InitCluster,
+    /// The cluster was founded.
+    FoundCluster,
     /// A backend was added or changed.
     PutBackend,
     /// A backend was removed.
@@ -84,48 +84,6 @@ impl Audit {
         if self.0.len() > AUDIT_ENTRIES_MAX {
             self.0.pop_front();
         }
-    }
-
-    /// Whether the ring holds an entry of a kind introduced with format version 4.
-    pub(super) fn has_version_4(&self) -> bool {
-        let is_later =
-            |action| matches!(action, AuditAction::ForgiveUser | AuditAction::DeleteUser);
-        self.iter().any(|entry| is_later(entry.action))
-    }
-
-    /// Whether the ring holds an entry of a kind introduced with format version 5.
-    pub(super) fn has_version_5(&self) -> bool {
-        let is_later = |action| {
-            matches!(
-                action,
-                AuditAction::CreateKey | AuditAction::RevokeKey | AuditAction::RotateKey
-            )
-        };
-        self.iter().any(|entry| is_later(entry.action))
-    }
-
-    /// Whether the ring holds an entry of a kind introduced with format version 6.
-    pub(super) fn has_version_6(&self) -> bool {
-        self.iter()
-            .any(|entry| entry.action == AuditAction::ConfigureUser)
-    }
-
-    /// Whether the ring holds an entry of a kind introduced with format version 7.
-    pub(super) fn has_version_7(&self) -> bool {
-        self.iter()
-            .any(|entry| entry.action == AuditAction::SetCacheScope)
-    }
-
-    /// Whether the ring holds an entry of a kind introduced with format version 8.
-    pub(super) fn has_version_8(&self) -> bool {
-        self.iter()
-            .any(|entry| entry.action == AuditAction::PutUserDefaults)
-    }
-
-    /// Returns the log index of the last restore whose entry is still kept, if there is one.
-    pub(super) fn restored(&self) -> Option<LogIndex> {
-        let is_restore = |entry: &&AuditEntry| entry.action == AuditAction::Restore;
-        self.iter().rfind(is_restore).map(|entry| entry.index)
     }
 
     /// Returns the log index of the last kept entry that makes replicas define user names again, if

@@ -4,7 +4,7 @@
 //! (among the admission settings) and the cache scope.
 
 use super::{AuditAction, RouterState};
-use crate::command::{Founding, Origin, UserDefaults};
+use crate::command::{Origin, UserDefaults};
 use crate::reject::Rejection;
 use crate::users::DefaultPlan;
 
@@ -20,20 +20,8 @@ impl RouterState {
         Ok(())
     }
 
-    pub(super) fn found_with_user_defaults(
-        &mut self,
-        origin: &Origin,
-        founding: Founding,
-        defaults: UserDefaults,
-    ) -> Result<(), Rejection> {
-        defaults.validate()?;
-        self.found_with_settings(origin, founding)?;
-        self.set_user_defaults(defaults);
-        Ok(())
-    }
-
     /// Replaces the defaults of users with validated ones.
-    fn set_user_defaults(&mut self, defaults: UserDefaults) {
+    pub(super) fn set_user_defaults(&mut self, defaults: UserDefaults) {
         let UserDefaults {
             weight_milli,
             limits,

@@ -18,16 +18,10 @@ impl RouterState {
         Ok(())
     }
 
-    pub(super) fn revoke_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
-        self.keys.revoke(id)?;
-        self.note(origin, AuditAction::RevokeKey, id.to_string());
-        Ok(())
-    }
-
     /// Revokes a key so that no restore brings it back.
-    pub(super) fn end_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
+    pub(super) fn revoke_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
         let subject = self.key_subject(id);
-        self.keys.end(id, self.time.stamped_ms)?;
+        self.keys.revoke(id, self.time.stamped_ms)?;
         self.note(origin, AuditAction::RevokeKey, subject);
         Ok(())
     }

@@ -36,7 +36,7 @@ use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::keys::Keys;
 use crate::ownership::Ownership;
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
-use crate::prefix::{BlockHasher, HashSecret};
+use crate::prefix::HashSecret;
 use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
 use crate::users::{Users, WINDOW_BUCKET_MS, WINDOW_BUCKETS};
@@ -58,12 +58,6 @@ use settings::OperatorSettings;
 pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
-
-/// Returns a block hasher with this seed and secret.
-fn keyed(seed: u64, secret: HashSecret) -> BlockHasher {
-    let secret = Some(secret);
-    BlockHasher { seed, secret }
-}
 
 /// The replicated state, as one replica holds it.
 pub struct RouterState {
@@ -287,21 +281,7 @@ impl RouterState {
     /// Runs an admitted command and returns its reply.
     fn run(&mut self, origin: &Origin, command: Command) -> Reply {
         let result = match command {
-            Command::InitCluster {
-                hash_seed,
-                policy,
-                fairness,
-            } => self.init_cluster(origin, hash_seed.into(), policy, fairness),
-            Command::FoundCluster {
-                hash_seed,
-                hash_secret,
-                policy,
-                fairness,
-            } => self.init_cluster(origin, keyed(hash_seed, hash_secret), policy, fairness),
-            Command::FoundWithSettings(founding) => self.found_with_settings(origin, *founding),
-            Command::FoundWithUserDefaults { founding, defaults } => {
-                self.found_with_user_defaults(origin, *founding, *defaults)
-            }
+            Command::Found(founding) => self.found(origin, *founding),
             _ if !self.config.initialised => Err(Rejection::NotInitialised),
             Command::Batch {
                 base_attempt,
@@ -326,7 +306,6 @@ impl RouterState {
             Command::DeleteUser { name } => self.delete_user(origin, name),
             Command::CreateKey(spec) => self.create_key(origin, *spec),
             Command::RevokeKey { id } => self.revoke_key(origin, id),
-            Command::EndKey { id } => self.end_key(origin, id),
             Command::RotateKey {
                 id,
                 secret,
@@ -336,10 +315,7 @@ impl RouterState {
             Command::PutUserDefaults(defaults) => self.put_user_defaults(origin, *defaults),
             Command::Discover(discovery) => self.discover(*discovery),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
-            Command::BeginRestore { restore, force } => self.begin_restore(restore, force, false),
-            Command::BeginRestoreOfKeys { restore, force } => {
-                self.begin_restore(restore, force, true)
-            }
+            Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
             Command::RestorePart {
                 restore,
                 number,

@@ -22,12 +22,10 @@
 //! - *Readers* of KV events are unassigned until the leader assigns them.
 //! - *Time* is the later one of the two states; the calendar remains that of the current state.
 //!
-//! The hash seed and the secret are the backup's, because users and blocks are keyed by them. If
-//! the backup has no secret, the current cluster keeps its own and drops the backup's blocks,
-//! because no replica hashes without a secret any more.
+//! The hash seed and the secret are the backup's, because users and blocks are keyed by them.
 //!
 //! API keys are the backup's, but keys that ended in the current state stay ended: a revoked key is
-//! not restored, and a rotated key keeps its current secrets ([`Command::BeginRestoreOfKeys`]).
+//! not restored, and a rotated key keeps its current secrets.
 //!
 //! # Bounds
 //! All parts together have at most [`RESTORE_BYTES_MAX`] bytes. A switch needs that much memory in
@@ -67,8 +65,6 @@ pub(super) struct StagedRestore {
     parts: BTreeMap<u32, Arc<[u8]>>,
     /// Wrapping sum of the hashes of `parts`.
     sum: u64,
-    /// Whether API keys that ended in the current state stay ended.
-    keeps_revocations: bool,
 }
 
 /// Progress of a restore, for the admin API.
@@ -139,19 +135,13 @@ impl Read for PartsReader<'_> {
 }
 
 impl StagedRestore {
-    fn begun(restore: RestoreId, now_ms: u64, keeps_revocations: bool) -> Self {
+    fn begun(restore: RestoreId, now_ms: u64) -> Self {
         Self {
             restore,
             touched_ms: now_ms,
             parts: BTreeMap::new(),
             sum: 0,
-            keeps_revocations,
         }
-    }
-
-    /// Whether a snapshot with this restore needs format version 6.
-    pub(super) fn is_of_version_6(&self) -> bool {
-        self.keeps_revocations
     }
 
     fn bytes(&self) -> u64 {
@@ -205,18 +195,12 @@ impl StagedRestore {
         let parts = self.parts.len() as u64;
         let all = (self.restore, self.touched_ms, parts, self.bytes(), self.sum);
         encoding::append_bytes(&all, bytes);
-        if self.keeps_revocations {
-            encoding::append_bytes(&self.keeps_revocations, bytes);
-        }
     }
 
     /// Encodes the restore in sections of bounded size.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let (restore, touched_ms) = (self.restore, self.touched_ms);
-        let head = encoding::to_bytes(&match self.keeps_revocations {
-            false => RestoreSection::Begun(restore, touched_ms),
-            true => RestoreSection::BegunOfKeys(restore, touched_ms),
-        });
+        let head = encoding::to_bytes(&RestoreSection::Begun(restore, touched_ms));
         let parts = self.parts.iter();
         let parts = parts.map(|(number, part)| {
             encoding::to_bytes(&RestoreSection::Part(*number, part.to_vec()))
@@ -231,20 +215,14 @@ impl StagedRestore {
             staged,
         ) {
             (RestoreSection::Begun(restore, touched_ms), staged @ None) => {
-                *staged = Some(Self::begun(restore, touched_ms, false));
-                Ok(())
-            }
-            (RestoreSection::BegunOfKeys(restore, touched_ms), staged @ None) => {
-                *staged = Some(Self::begun(restore, touched_ms, true));
+                *staged = Some(Self::begun(restore, touched_ms));
                 Ok(())
             }
             (RestoreSection::Part(number, part), Some(staged)) => {
                 let taken = staged.take(number, part);
                 taken.map_err(|reject| reject.to_string())
             }
-            (RestoreSection::Begun(..) | RestoreSection::BegunOfKeys(..), Some(_)) => {
-                Err("two restores are under way".to_owned())
-            }
+            (RestoreSection::Begun(..), Some(_)) => Err("two restores are under way".to_owned()),
             (RestoreSection::Part(..), None) => Err("a part of no restore".to_owned()),
         }
     }
@@ -255,8 +233,6 @@ impl StagedRestore {
 enum RestoreSection {
     Begun(RestoreId, u64),
     Part(u32, Vec<u8>),
-    /// Start of a restore by [`Command::BeginRestoreOfKeys`]. From snapshot version 6 on.
-    BegunOfKeys(RestoreId, u64),
 }
 
 impl RouterState {
@@ -318,7 +294,6 @@ impl RouterState {
         &mut self,
         restore: RestoreId,
         force: bool,
-        keeps_revocations: bool,
     ) -> Result<(), Rejection> {
         match &self.staged {
             Some(staged) if staged.restore == restore => return Ok(()),
@@ -335,11 +310,7 @@ impl RouterState {
             "set: the cluster is not empty, {users} users and {blocks} blocks would be gone"
         );
         ensure(force || self.is_empty(), "force", &expected)?;
-        self.staged = Some(StagedRestore::begun(
-            restore,
-            self.time.now_ms,
-            keeps_revocations,
-        ));
+        self.staged = Some(StagedRestore::begun(restore, self.time.now_ms));
         Ok(())
     }
 
@@ -364,7 +335,7 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         let prepared = self.prepared.take();
         let staged = self.staged_as(restore)?;
-        let (backup, keeps_revocations) = (staged.whole(bytes)?, staged.keeps_revocations);
+        let backup = staged.whole(bytes)?;
         let is_of = |read: &ReadBackup| (read.restore, read.sum) == (backup.restore, backup.sum);
         let read = prepared
             .filter(is_of)
@@ -377,9 +348,7 @@ impl RouterState {
             return Err(unusable("it is of no cluster".to_owned()));
         }
         let mut fresh = *fresh;
-        if keeps_revocations {
-            fresh.keys.keep_revocations(&self.keys);
-        }
+        fresh.keys.keep_revocations(&self.keys);
         self.switch(origin, restore, fresh);
         Ok(())
     }
@@ -422,12 +391,6 @@ impl RouterState {
         };
         fresh.follow_format();
         fresh.applied = self.applied;
-        if fresh.hash_secret.is_none()
-            && let Some(secret) = self.hash_secret.take()
-        {
-            fresh.hash_secret = Some(secret);
-            fresh.forget_blocks();
-        }
         // Readers on other threads keep their handles to the view.
         let shown = std::mem::take(&mut self.ownership);
         let blocks = std::mem::replace(&mut fresh.ownership, shown);
@@ -440,17 +403,6 @@ impl RouterState {
         self.is_ratios_changed = true;
         self.keys.replaced();
         self.caches.replaced();
-    }
-}
-
-impl RouterState {
-    /// Forgets all blocks, and everything that KV events reported about them.
-    fn forget_blocks(&mut self) {
-        let slots: Vec<_> = self.backends.iter().map(|it| it.handle.slot).collect();
-        for slot in slots {
-            self.exact.forget(slot);
-            self.ownership.clear(slot, &mut Vec::new());
-        }
     }
 }
 

@@ -131,12 +131,10 @@ impl Outputs {
         }
     }
 
-    /// Appends the output lengths to the digest input; nothing if nothing was ever observed.
+    /// Appends the output lengths to the digest input.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
-        if self.clock > 0 {
-            let image = (self.clock, &self.models, self.recents.digest());
-            encoding::append_bytes(&image, bytes);
-        }
+        let image = (self.clock, &self.models, self.recents.digest());
+        encoding::append_bytes(&image, bytes);
     }
 
     /// Checks I20: bounds, bins, and order and digest of the pairs. An error describes the fault.

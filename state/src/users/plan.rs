@@ -111,9 +111,4 @@ impl Users {
             false
         })
     }
-
-    /// Returns the number of users with a plan.
-    pub(crate) fn planned_len(&self) -> usize {
-        self.planned
-    }
 }

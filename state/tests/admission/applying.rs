@@ -1,12 +1,13 @@
 //! Admission in the state: commands and snapshots. A state without it does not change.
 
 use state::admission::{AdmissionSettings, ChargeInput};
-use state::command::{Charge, Command, Founding, Item, Lane, Rejection, Reply, UserSpec};
+use state::command::{
+    Charge, Command, Founding, Item, Lane, Rejection, Reply, UserDefaults, UserSpec,
+};
 use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::user_key;
 use state::quotas::UserLimits;
-use state::users::FairnessSettings;
 use state::{AuditAction, RouterState};
 
 use crate::common::{self, Driver, restored, snapshot};
@@ -61,21 +62,21 @@ fn founding_sets_all_settings_or_none() {
     let founding = |requests, bins| {
         let admission = AdmissionSettings {
             bins,
-            user_limits: limits(requests),
             ..AdmissionSettings::default()
         };
         let routing = RoutingSettings {
             learn: false,
             ..RoutingSettings::default()
         };
-        Command::FoundWithSettings(Box::new(Founding {
-            hash_seed: common::HASH_SEED,
-            hash_secret: common::secret(),
-            policy: PolicyConfig::LeastRequest,
-            fairness: FairnessSettings::default(),
+        Command::from(Founding {
             routing,
             admission,
-        }))
+            user_defaults: UserDefaults {
+                limits: limits(requests),
+                ..UserDefaults::default()
+            },
+            ..Founding::of_seed(common::HASH_SEED, PolicyConfig::LeastRequest)
+        })
     };
     let mut state = RouterState::new();
     let mut apply = |seq, command| {
@@ -101,7 +102,7 @@ fn founding_sets_all_settings_or_none() {
     let copy = restored(&snapshot(&state));
     assert_eq!(copy.digest(), state.digest());
     let actions: Vec<_> = state.audit().map(|entry| entry.action).collect();
-    assert_eq!(actions, [AuditAction::InitCluster]);
+    assert_eq!(actions, [AuditAction::FoundCluster]);
 }
 
 #[test]

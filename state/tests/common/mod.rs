@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 
 use state::RouterState;
 use state::admission::{AdmissionSettings, SlaSettings};
-use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Reply, UserSpec};
+use state::command::{
+    BackendSpec, Charge, Command, Envelope, Founding, Item, Lane, Origin, Reply, UserSpec,
+};
 use state::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ModelKey,
     ReplicaId, SessionId, Slot,
@@ -16,33 +18,21 @@ use state::kv_events::{KvBatch, KvEvent, KvMessage, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::{HashSecret, user_key};
 use state::service::ServiceSample;
-use state::users::FairnessSettings;
 
 /// Seed of all hashes in these tests.
 pub(crate) const HASH_SEED: u64 = 42;
 
-/// Returns the command that initialises a cluster without a hash secret.
+/// Returns the command that founds a cluster.
 pub(crate) fn init() -> Command {
-    Command::InitCluster {
-        hash_seed: HASH_SEED,
-        policy: PolicyConfig::Cost(CostSettings::default()),
-        fairness: FairnessSettings::default(),
-    }
+    Command::from(Founding::of_seed(
+        HASH_SEED,
+        PolicyConfig::Cost(CostSettings::default()),
+    ))
 }
 
-/// Returns the hash secret that [`found`] gives the cluster.
+/// Returns the hash secret that [`init`] gives the cluster.
 pub(crate) fn secret() -> HashSecret {
     HashSecret::of_number(HASH_SEED)
-}
-
-/// Returns the command that founds a cluster with a hash secret, and otherwise like [`init`].
-pub(crate) fn found() -> Command {
-    Command::FoundCluster {
-        hash_seed: HASH_SEED,
-        hash_secret: secret(),
-        policy: PolicyConfig::Cost(CostSettings::default()),
-        fairness: FairnessSettings::default(),
-    }
 }
 
 /// Returns the description of a backend on a loopback port.

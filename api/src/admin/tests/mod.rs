@@ -24,10 +24,9 @@ use http::{HeaderMap, Request};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use state::RouterState;
-use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Reply};
+use state::command::{BackendSpec, Command, Committed, Envelope, Founding, Lane, Origin, Reply};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
-use state::users::FairnessSettings;
 use tower::ServiceExt;
 
 use self::log_level::log_level;
@@ -293,11 +292,10 @@ impl Bench {
     }
 
     fn found(&self) {
-        self.apply(Command::InitCluster {
-            hash_seed: 1,
-            policy: PolicyConfig::LeastRequest,
-            fairness: FairnessSettings::default(),
-        });
+        self.apply(Command::from(Founding::of_seed(
+            1,
+            PolicyConfig::LeastRequest,
+        )));
     }
 
     /// Creates an admin API with the backends `gpu-1`, which is healthy, and `gpu-2`, which is not

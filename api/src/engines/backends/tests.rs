@@ -11,7 +11,7 @@ use axum::response::IntoResponse;
 use http::StatusCode;
 use serde_json::json;
 use state::RouterState;
-use state::command::{BackendRole, BackendSpec, Command, Envelope, Lane, Origin, Reply};
+use state::command::{BackendRole, BackendSpec, Command, Envelope, Founding, Lane, Origin, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -104,11 +104,10 @@ fn quick() -> ProbeSettings {
 impl Bench {
     fn new(settings: ProbeSettings, addr: SocketAddr) -> Self {
         let mut cluster = Cluster::new();
-        cluster.apply(Command::InitCluster {
-            hash_seed: 1,
-            policy: state::policy::PolicyConfig::LeastRequest,
-            fairness: state::users::FairnessSettings::default(),
-        });
+        cluster.apply(Command::from(Founding::of_seed(
+            1,
+            state::policy::PolicyConfig::LeastRequest,
+        )));
         cluster.put("gpu-1", addr);
         let backends = Arc::new(Backends::new(settings));
         let (tell, told) = mpsc::unbounded_channel();

@@ -6,7 +6,9 @@ use std::sync::Mutex;
 
 use bytes::Bytes;
 use state::RouterState;
-use state::command::{BackendSpec, Command, Committed, Envelope, Lane, LeaseOutcome, Origin};
+use state::command::{
+    BackendSpec, Command, Committed, Envelope, Founding, Lane, LeaseOutcome, Origin,
+};
 use state::ids::{AttemptId, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId};
 use state::kv_events::{KvEvent, KvMessage, KvMode};
 use state::policy::{CostSettings, PolicyConfig};
@@ -40,11 +42,10 @@ impl Log {
             state: Mutex::new(state),
             to_lose: Mutex::new(None),
         };
-        log.admin(Command::InitCluster {
-            hash_seed: 7,
-            policy: PolicyConfig::Cost(CostSettings::default()),
-            fairness: Default::default(),
-        });
+        log.admin(Command::from(Founding::of_seed(
+            7,
+            PolicyConfig::Cost(CostSettings::default()),
+        )));
         Arc::new(log)
     }
 

@@ -36,15 +36,7 @@ impl LinearizableRun {
             seq: 0,
         };
         let policy = PolicyConfig::Cost(CostSettings::default());
-        let fairness = FairnessSettings::default();
-        history.commit(
-            1,
-            Command::InitCluster {
-                hash_seed: 1,
-                policy,
-                fairness,
-            },
-        );
+        history.commit(1, Command::from(Founding::of_seed(1, policy)));
         history
     }
 

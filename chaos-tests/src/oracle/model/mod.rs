@@ -20,7 +20,8 @@ use std::collections::BTreeMap;
 
 use state::admission::{AdmissionSettings, ChargeInput, Order};
 use state::command::{
-    Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply, UserChanges, UserDefaults,
+    Charge, Command, Envelope, Founding, Item, LeaseOutcome, Rejection, Reply, UserChanges,
+    UserDefaults,
 };
 use state::discovery::DiscoveryChange;
 use state::ids::{ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, UserKey};
@@ -110,7 +111,9 @@ impl ReferenceModel {
 
     fn run(&mut self, envelope: &Envelope) -> Reply {
         let (replica, command) = (envelope.origin.replica, &envelope.command);
-        if !is_founding(command) && self.registers.value(&RegisterKey::Policy).is_none() {
+        if !matches!(command, Command::Found(_))
+            && self.registers.value(&RegisterKey::Policy).is_none()
+        {
             return Reply::Rejected(Rejection::NotInitialised);
         }
         let reply = self.write(command);
@@ -118,10 +121,7 @@ impl ReferenceModel {
             return reply;
         }
         match command {
-            Command::InitCluster { .. }
-            | Command::FoundCluster { .. }
-            | Command::FoundWithSettings(_)
-            | Command::FoundWithUserDefaults { .. } => self.found(command),
+            Command::Found(founding) => self.found(founding),
             Command::Batch {
                 base_attempt,
                 items,
@@ -158,7 +158,6 @@ impl ReferenceModel {
             | Command::PutRouting(_)
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }
-            | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
             | Command::AbortRestore { .. } => {}
             Command::ForgiveUser { name } => self.users.forgive(name),
@@ -166,7 +165,7 @@ impl ReferenceModel {
                 self.secrets
                     .insert(spec.id, (spec.secret, spec.user.clone()));
             }
-            Command::RevokeKey { id } | Command::EndKey { id } => drop(self.secrets.remove(id)),
+            Command::RevokeKey { id } => drop(self.secrets.remove(id)),
             Command::RotateKey { id, secret, .. } => self.rotate(id, *secret),
             Command::ConfigureUser(changes) => self.configure(changes),
             Command::SetCacheScope { scope: None, .. } => {}
@@ -214,34 +213,11 @@ impl ReferenceModel {
         self.users.plan_others(defaults.budget);
     }
 
-    fn found(&mut self, command: &Command) {
-        let (hash_seed, prices) = match command {
-            Command::InitCluster {
-                hash_seed,
-                fairness,
-                ..
-            }
-            | Command::FoundCluster {
-                hash_seed,
-                fairness,
-                ..
-            } => (*hash_seed, *fairness),
-            Command::FoundWithSettings(founding)
-            | Command::FoundWithUserDefaults { founding, .. } => {
-                (founding.hash_seed, founding.fairness)
-            }
-            _ => return,
-        };
-        self.prices = prices;
-        self.users.begin(hash_seed);
-        if let Command::FoundWithSettings(founding)
-        | Command::FoundWithUserDefaults { founding, .. } = command
-        {
-            self.admit_by(&founding.admission);
-        }
-        if let Command::FoundWithUserDefaults { defaults, .. } = command {
-            self.default_users(defaults);
-        }
+    fn found(&mut self, founding: &Founding) {
+        self.prices = founding.fairness;
+        self.users.begin(founding.hash_seed);
+        self.admit_by(&founding.admission);
+        self.default_users(&founding.user_defaults);
     }
 
     /// Applies a command that writes registers, and returns the reply.
@@ -417,17 +393,6 @@ impl ReferenceModel {
             .get(&backend.slot.0)
             .is_none_or(|cache| cache.is_followed)
     }
-}
-
-/// Returns whether a command founds a cluster.
-fn is_founding(command: &Command) -> bool {
-    matches!(
-        command,
-        Command::InitCluster { .. }
-            | Command::FoundCluster { .. }
-            | Command::FoundWithSettings(_)
-            | Command::FoundWithUserDefaults { .. }
-    )
 }
 
 /// Returns whether the changes add a user who is unknown so far.

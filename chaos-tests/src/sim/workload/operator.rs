@@ -42,7 +42,7 @@ pub(super) async fn write(handles: ReplicaHandles) {
         }
         let command = match first.pop() {
             Some(spec) => Command::PutBackend(spec),
-            None => command(&mut rng, is_plain, &handles.view),
+            None => command(&mut rng, is_plain),
         };
         submit(&handles, client, command).await;
     }
@@ -101,14 +101,14 @@ fn name(command: &Command) -> &'static str {
         Command::CreateKey(_) => "create-key",
         Command::RotateKey { .. } => "rotate-key",
         Command::ForgiveUser { .. } => "forgive",
-        Command::RevokeKey { .. } | Command::EndKey { .. } => "revoke-key",
+        Command::RevokeKey { .. } => "revoke-key",
         _ => "other",
     }
 }
 
 /// Draws a command. With `is_plain`, no setting charges by predictions or through the log, so that
 /// advances can be checked from outside.
-fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
+fn command(rng: &mut Rng, is_plain: bool) -> Command {
     match rng.below(24) {
         0..=5 => {
             let capacity = [None, Some(24), Some(64), Some(96), Some(400)];
@@ -145,20 +145,14 @@ fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
             Command::PutAdmission(settings)
         }
         17..=18 => Command::CreateKey(Box::new(api_key(rng))),
-        19 => revoke(ApiKeyId(rng.below(API_KEYS)), view),
+        19 => Command::RevokeKey {
+            id: ApiKeyId(rng.below(API_KEYS)),
+        },
         20 => Command::ConfigureUser(Box::new(plan(rng))),
         _ => {
             let name = user(rng);
             limit(name, limits(rng))
         }
-    }
-}
-
-/// Returns a command that ends the key if this replica knows it, and otherwise one that revokes it.
-fn revoke(id: ApiKeyId, view: &StateView) -> Command {
-    match view.keys().get(id) {
-        Some(_) => Command::EndKey { id },
-        None => Command::RevokeKey { id },
     }
 }
 

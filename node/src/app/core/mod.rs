@@ -21,7 +21,7 @@ use api::proxy::LoggedRequests;
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
 use raft::{Replica, StartError, Storage, Transport};
 use state::ids::SessionId;
-use state::prefix::{BlockHasher, HashSecret};
+use state::prefix::HashSecret;
 use state::{RouterState, StateView};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -211,10 +211,7 @@ impl ReplicaCore {
             scale,
             observer,
         } = ports;
-        let hashing = BlockHasher {
-            seed: hash_seed,
-            secret: Some(hash_secret),
-        };
+        let hashing = (hash_seed, hash_secret);
         let session = match planted::is(Bug::SessionKept) {
             true => SessionId(1),
             false => session,

@@ -60,7 +60,7 @@ day = 1000
 fn default_user_limits_are_equal_in_both_sections() {
     let config = config("node.id = 1\n[admission.user_limits]\nconcurrent = 3\n");
     assert_eq!(config.user_defaults.limits.concurrent, Some(3));
-    assert!(config.user_defaults.are_of_any_cluster());
+    assert!(config.user_defaults == UserDefaults::default());
     faults(
         "node.id = 1\n[admission.user_limits]\nrequests = 3\n[users.defaults.limits]\nrequests = 3\n",
         expect![[r#"

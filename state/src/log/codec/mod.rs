@@ -14,16 +14,6 @@ mod kv;
 mod replies;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod version_10_rank_tests;
-#[cfg(test)]
-mod version_10_tests;
-#[cfg(test)]
-mod version_6_tests;
-#[cfg(test)]
-mod version_7_tests;
-#[cfg(test)]
-mod version_8_tests;
 
 use bincode::{Decode, Encode};
 
@@ -54,26 +44,23 @@ pub fn format_of(command: &Command) -> u8 {
     match command {
         Command::SetRanks { .. } | Command::Discover(_) => 10,
         Command::PutBackend(spec) if spec.role != BackendRole::Both => 8,
-        Command::PutUserDefaults(_) | Command::FoundWithUserDefaults { .. } => 8,
+        Command::PutUserDefaults(_) => 8,
         Command::SetCacheScope { .. } => 7,
         // The backup to restore may be of any version that this build reads.
-        Command::BeginRestoreOfKeys { .. } => FORMAT_VERSION,
-        Command::EndKey { .. } | Command::ConfigureUser(_) => 6,
-        Command::CreateKey(_) | Command::RevokeKey { .. } | Command::RotateKey { .. } => 5,
-        Command::BeginRestore { .. }
-        | Command::RestorePart { .. }
+        Command::BeginRestore { .. } => FORMAT_VERSION,
+        Command::RevokeKey { .. } | Command::ConfigureUser(_) => 6,
+        Command::CreateKey(_) | Command::RotateKey { .. } => 5,
+        Command::RestorePart { .. }
         | Command::FinishRestore { .. }
         | Command::AbortRestore { .. } => 3,
-        Command::FoundCluster { .. }
-        | Command::ForgiveUser { .. }
+        Command::ForgiveUser { .. }
         | Command::PaceTime
         | Command::SetUser { .. }
-        | Command::FoundWithSettings(_)
         | Command::DeleteUser { .. } => 4,
         Command::Batch { items, .. } if items.iter().any(is_of_version_10) => 10,
         Command::Batch { items, .. } if items.iter().any(is_of_version_4) => 4,
         Command::PutBackend(spec) if spec.has_newer_url() => 4,
-        Command::InitCluster { .. }
+        Command::Found(_)
         | Command::Batch { .. }
         | Command::PutBackend(_)
         | Command::DeleteBackend { .. }

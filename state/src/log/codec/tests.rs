@@ -4,24 +4,27 @@ use expect_test::expect;
 use proptest::prelude::*;
 
 use super::*;
+use crate::budgets::Budget;
+use crate::caches::CacheScope;
 use crate::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Founding, Item, Lane, LeaseOutcome,
-    Origin, Rejection, UserSpec,
+    Origin, Rejection, UserChanges, UserDefaults, UserSpec,
 };
+use crate::discovery::{Discovery, DiscoveryChange};
 use crate::ids::{
-    ApiKeyId, AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot,
-    UserKey,
+    ApiKeyId, AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId, RestoreId,
+    SessionId, Slot, UserKey,
 };
 use crate::keys::{ApiKeySpec, SecretHash};
 use crate::policy::{
     BlockNaming, CostSettings, PolicyConfig, RoutingSettings, Touch, VllmCacheAwareSettings,
 };
-use crate::prefix::HashSecret;
-use crate::pricing::FairnessSettings;
 use crate::ratios::TextSample;
+use crate::reader_assignment::Assignment;
+use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
 
-pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
+fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
     let origin = Origin {
         replica,
@@ -62,35 +65,120 @@ fn spec() -> BackendSpec {
     }
 }
 
+/// Returns at least one command of each kind, in the order of the enum.
 fn commands() -> Vec<Command> {
-    let name = "gpu-1".to_owned();
-    let policy = PolicyConfig::Cost(CostSettings::default());
+    let name = || "ada".to_owned();
+    let (id, restore) = (ApiKeyId(0xabcd), RestoreId(5));
+    let limits = UserLimits {
+        requests: Some(7),
+        ..UserLimits::default()
+    };
+    let budget = Budget {
+        day: Some(1000),
+        month: None,
+    };
+    let discover = |change| {
+        let source = "pods".to_owned();
+        Command::Discover(Box::new(Discovery { source, change }))
+    };
     vec![
-        Command::InitCluster {
-            hash_seed: 42,
-            policy: policy.clone(),
-            fairness: FairnessSettings::default(),
-        },
+        Command::from(Founding::of_seed(42, PolicyConfig::LeastRequest)),
         Command::Batch {
             base_attempt: AttemptId(700),
             items: Vec::new(),
         },
-        Command::PutBackend(spec()),
-        Command::DeleteBackend { name: name.clone() },
-        Command::SetDraining {
-            name,
-            draining: true,
-        },
-        Command::PutUser(UserSpec {
-            name: "alice".to_owned(),
-            weight_milli: 2000,
-        }),
-        Command::PutPolicy(PolicyConfig::LeastRequest),
-        Command::PutPolicy(policy),
         Command::ExpireSession {
             replica: ReplicaId(2),
             session: SessionId(9),
         },
+        Command::PaceTime,
+        Command::PutBackend(spec()),
+        Command::PutBackend(BackendSpec {
+            role: BackendRole::Prefill,
+            ..spec()
+        }),
+        Command::DeleteBackend { name: name() },
+        Command::SetDraining {
+            name: name(),
+            draining: true,
+        },
+        discover(DiscoveryChange::Found(spec())),
+        discover(DiscoveryChange::Lost { name: name() }),
+        discover(DiscoveryChange::Forgotten { name: name() }),
+        Command::SetRanks {
+            backend: backend(3, 2),
+            ranks: 4,
+        },
+        Command::AssignReaders(vec![Assignment {
+            backend: backend(3, 2),
+            replica: ReplicaId(1),
+        }]),
+        Command::PutPolicy(PolicyConfig::Cost(CostSettings::default())),
+        Command::PutRouting(RoutingSettings::default()),
+        Command::PutAdmission(AdmissionSettings::default()),
+        Command::PutUserDefaults(Box::new(UserDefaults {
+            weight_milli: 500,
+            limits,
+            budget,
+            cache: CacheScope::Group("team".to_owned()),
+        })),
+        Command::PutUser(UserSpec {
+            name: name(),
+            weight_milli: 2000,
+        }),
+        Command::PutUserLimits {
+            name: name(),
+            limits,
+        },
+        Command::SetUser {
+            user: UserSpec {
+                name: name(),
+                weight_milli: 2000,
+            },
+            limits,
+        },
+        Command::ConfigureUser(Box::new(UserChanges {
+            name: name(),
+            weight_milli: Some(2000),
+            limits: None,
+            budget: Some(budget),
+            models: Some(vec!["m*".to_owned()]),
+        })),
+        Command::SetCacheScope {
+            user: Some(name()),
+            scope: Some(CacheScope::Own),
+        },
+        Command::ForgiveUser { name: name() },
+        Command::DeleteUser { name: name() },
+        Command::CreateKey(Box::new(ApiKeySpec {
+            id,
+            secret: SecretHash([7; 32]),
+            name: "ci".to_owned(),
+            user: name(),
+            expires_at_ms: Some(300),
+            models: vec!["m".to_owned()],
+            scopes: vec!["/v1/*".to_owned()],
+        })),
+        Command::RotateKey {
+            id,
+            secret: SecretHash([8; 32]),
+            grace_ms: 3_600_000,
+        },
+        Command::RevokeKey { id },
+        Command::BeginRestore {
+            restore,
+            force: true,
+        },
+        Command::RestorePart {
+            restore,
+            number: 7,
+            bytes: vec![1, 2, 3],
+        },
+        Command::FinishRestore {
+            restore,
+            bytes: 300,
+        },
+        Command::AbortRestore { restore },
     ]
 }
 
@@ -150,6 +238,22 @@ fn items() -> Vec<Item> {
             backend: backend(1, 1),
             facts,
         },
+        Item::ObserveText(TextSample {
+            model: ModelKey(0xabcd),
+            bytes: 9000,
+            tokens: 2000,
+        }),
+        Item::ObserveBlockSize {
+            backend: backend(1, 2),
+            tokens: 256,
+        },
+        Item::ObserveBelief(BeliefSample {
+            backend: backend(3, 2),
+            held: 40,
+            lost: 3,
+            found: 1,
+            computed_blocks: 300,
+        }),
     ]
 }
 
@@ -160,6 +264,7 @@ fn replies() -> Vec<Reply> {
     };
     let name = "gpu-1".to_owned();
     let (field, expected) = ("url".to_owned(), "a url".to_owned());
+    let id = ApiKeyId(0xabcd);
     vec![
         Reply::Applied,
         Reply::Batch(batch.clone()),
@@ -175,11 +280,15 @@ fn replies() -> Vec<Reply> {
         Reply::Rejected(Rejection::TooManyUsers),
         Reply::Rejected(Rejection::Invalid { field, expected }),
         Reply::Rejected(Rejection::UnknownUser { name: name.clone() }),
-        Reply::Rejected(Rejection::UserBusy { name }),
+        Reply::Rejected(Rejection::UserBusy { name: name.clone() }),
+        Reply::Rejected(Rejection::TooManyKeys),
+        Reply::Rejected(Rejection::UnknownKey { id }),
+        Reply::Rejected(Rejection::KeyTaken { id }),
+        Reply::Rejected(Rejection::NotOfSource { name }),
     ]
 }
 
-pub(super) fn hex(bytes: &[u8]) -> String {
+fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -193,15 +302,37 @@ fn commands_encode_to_golden_bytes() {
         golden += &format!("{}\n", hex(&bytes));
     }
     expect![[r#"
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000002a00fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c01140102
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000002a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c80000fb0010fb10270000000100fb88130000fb881301fb0004fb6d0600000000fbe80300000000000000
         0203fdefcdab896745230101fb2c01fd0068e5cf8b01000001fbbc0200
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000002056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000003056770752d31
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000004056770752d3101
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000505616c696365fbd007
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000601
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000600fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c0114
-        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000070209
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000020209
+        0403fdefcdab896745230101fb2c01fd0068e5cf8b01000003
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b01000004056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
+        0803fdefcdab896745230101fb2c01fd0068e5cf8b01000004056770752d3114687474703a2f2f31302e302e302e313a3830303001012a020c71756f726174652e726f6c650770726566696c6c047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000503616461
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b010000060361646101
+        0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100000704706f647300056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
+        0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100000704706f64730103616461
+        0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100000704706f64730203616461
+        0a03fdefcdab896745230101fb2c01fd0068e5cf8b01000008030204
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000901030201
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000a00fca0860100fc40420f00fc80f0fa02fb8403fc404b4c00fb2c0114
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000b0001c8
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000c0000fb0010fb10270000000100fb88130000fb881301fb0004fb6d0600000000
+        0803fdefcdab896745230101fb2c01fd0068e5cf8b0100000dfbf401010700000001fbe8030002047465616d
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000e03616461fbd007
+        0203fdefcdab896745230101fb2c01fd0068e5cf8b0100000f036164610107000000
+        0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001003616461fbd0070107000000
+        0603fdefcdab896745230101fb2c01fd0068e5cf8b010000110361646101fbd007000101fbe803000101026d2a
+        0703fdefcdab896745230101fb2c01fd0068e5cf8b0100001201036164610101
+        0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001303616461
+        0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001403616461
+        0503fdefcdab896745230101fb2c01fd0068e5cf8b01000015cdab00000000000007070707070707070707070707070707070707070707070707070707070707070263690361646101fb2c0101016d01052f76312f2a
+        0503fdefcdab896745230101fb2c01fd0068e5cf8b01000016cdab0000000000000808080808080808080808080808080808080808080808080808080808080808fc80ee3600
+        0603fdefcdab896745230101fb2c01fd0068e5cf8b01000017cdab000000000000
+        0a03fdefcdab896745230101fb2c01fd0068e5cf8b010000180501
+        0303fdefcdab896745230101fb2c01fd0068e5cf8b01000019050703010203
+        0303fdefcdab896745230101fb2c01fd0068e5cf8b0100001a05fb2c01
+        0303fdefcdab896745230101fb2c01fd0068e5cf8b0100001b05
     "#]].assert_eq(&golden);
 }
 
@@ -259,6 +390,9 @@ fn items_encode_to_golden_bytes() {
         ecedfe000000000000ac02460102
         040000000000000000
         0501010101016d016400
+        37cdab000000000000a846d00f
+        3f01028002
+        470302280301ac02
     "#]].assert_eq(&golden);
     let batch = Command::Batch {
         base_attempt: AttemptId(1),
@@ -293,6 +427,10 @@ fn replies_encode_to_golden_bytes() {
         0203060375726c05612075726c
         020307056770752d31
         020308056770752d31
+        020309
+        02030acdab000000000000
+        02030bcdab000000000000
+        02030c056770752d31
     "#]]
     .assert_eq(&golden);
 }
@@ -363,16 +501,6 @@ fn invalid_commands_are_refused_with_a_reason() {
         decode log entry: UnexpectedEnd { additional: 1 }
         decode log entry: 1048577 bytes, at most 1048576 expected"#]]
     .assert_eq(&reasons.join("\n"));
-}
-
-#[test]
-fn commands_of_the_first_version_are_read() {
-    for command in commands() {
-        let envelope = envelope(Lane::Admin, command);
-        let mut bytes = encode_envelope(&envelope);
-        bytes[0] = FORMAT_VERSION_FIRST;
-        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
-    }
 }
 
 #[test]
@@ -480,119 +608,5 @@ proptest! {
             user, input_uncached, input_cached, output, started, ended, queued, dequeued, advance, settled,
         });
         prop_assert_eq!(from_bytes::<Item, DECODE_BYTES_MAX>(&to_bytes(&item)).unwrap(), item);
-    }
-}
-
-#[test]
-fn version_4_commands_encode_to_golden_bytes() {
-    let written = |command| {
-        let envelope = envelope(Lane::Admin, command);
-        let bytes = encode_envelope(&envelope);
-        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
-        hex(&bytes)
-    };
-    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b01000012"]
-        .assert_eq(&written(Command::PaceTime));
-    let delete = Command::DeleteUser {
-        name: "ada".to_owned(),
-    };
-    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001503616461"]
-        .assert_eq(&written(delete));
-    let set = Command::SetUser {
-        user: UserSpec {
-            name: "ada".to_owned(),
-            weight_milli: 2000,
-        },
-        limits: UserLimits {
-            requests: Some(7),
-            ..UserLimits::default()
-        },
-    };
-    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001303616461fbd0070107000000"]
-        .assert_eq(&written(set));
-    let founding = Founding {
-        hash_seed: 42,
-        hash_secret: HashSecret::of_number(42),
-        policy: PolicyConfig::LeastRequest,
-        fairness: FairnessSettings::default(),
-        routing: RoutingSettings::default(),
-        admission: AdmissionSettings::default(),
-    };
-    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b010000142a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c80000fb0010fb102700000100fb88130000fb881301fb0004fb6d0600000000"].assert_eq(&written(Command::FoundWithSettings(Box::new(founding))));
-}
-
-#[test]
-fn version_5_commands_encode_to_golden_bytes() {
-    let written = |command| {
-        let envelope = envelope(Lane::Admin, command);
-        let bytes = encode_envelope(&envelope);
-        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
-        hex(&bytes)
-    };
-    let create = Command::CreateKey(Box::new(ApiKeySpec {
-        id: ApiKeyId(0xabcd),
-        secret: SecretHash([7; 32]),
-        name: "ci".to_owned(),
-        user: "ada".to_owned(),
-        expires_at_ms: Some(300),
-        models: vec!["m".to_owned()],
-        scopes: vec!["/v1/*".to_owned()],
-    }));
-    expect!["0503fdefcdab896745230101fb2c01fd0068e5cf8b01000016cdab00000000000007070707070707070707070707070707070707070707070707070707070707070263690361646101fb2c0101016d01052f76312f2a"].assert_eq(&written(create));
-    let id = ApiKeyId(0xabcd);
-    expect!["0503fdefcdab896745230101fb2c01fd0068e5cf8b01000017cdab000000000000"]
-        .assert_eq(&written(Command::RevokeKey { id }));
-    let rotate = Command::RotateKey {
-        id,
-        secret: SecretHash([8; 32]),
-        grace_ms: 3_600_000,
-    };
-    expect!["0503fdefcdab896745230101fb2c01fd0068e5cf8b01000018cdab0000000000000808080808080808080808080808080808080808080808080808080808080808fc80ee3600"].assert_eq(&written(rotate));
-    for reject in [
-        Rejection::TooManyKeys,
-        Rejection::UnknownKey { id },
-        Rejection::KeyTaken { id },
-    ] {
-        let reply = Reply::Rejected(reject);
-        assert_eq!(decode_reply(&encode_reply(&reply)).unwrap(), reply);
-    }
-    expect!["02030bcdab000000000000"].assert_eq(&hex(&encode_reply(&Reply::Rejected(
-        Rejection::KeyTaken { id },
-    ))));
-}
-
-#[test]
-fn version_4_items_encode_to_golden_bytes_and_raise_the_batch() {
-    let text = Item::ObserveText(TextSample {
-        model: ModelKey(0xabcd),
-        bytes: 9000,
-        tokens: 2000,
-    });
-    let written = |item: Item| {
-        let bytes = to_bytes(&item);
-        assert_eq!(from_bytes::<Item, 64>(&bytes).unwrap(), item);
-        hex(&bytes)
-    };
-    expect!["1fcdab000000000000a846d00f"].assert_eq(&written(text.clone()));
-    let size = Item::ObserveBlockSize {
-        backend: backend(1, 2),
-        tokens: 256,
-    };
-    expect!["2701028002"].assert_eq(&written(size.clone()));
-    let batch = |items| Command::Batch {
-        base_attempt: AttemptId(1),
-        items,
-    };
-    assert_eq!(format_of(&batch(items())), FORMAT_VERSION_COMMON);
-    let at = |url: &str| {
-        Command::PutBackend(BackendSpec {
-            url: url.to_owned(),
-            ..spec()
-        })
-    };
-    assert_eq!(format_of(&at("http://a:1")), FORMAT_VERSION_COMMON);
-    assert_eq!(format_of(&at("http://a:1/x")), 4);
-    for newer in [text, size] {
-        assert_eq!(format_of(&batch([items(), vec![newer]].concat())), 4);
     }
 }

@@ -1,6 +1,6 @@
 //! Snapshots: frozen in microseconds, written while `apply` runs, and fully verified when read.
 //!
-//! # Format, version 10 (integers little-endian)
+//! # Format, version 1 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Large
@@ -9,20 +9,7 @@
 //! end section closes the list. Ownership follows in a format of its own
 //! (state/src/ownership/snapshot.rs), up to the end of the stream.
 //!
-//! Later versions add to version 1 (version 9 does not exist):
-//! - 2: settings, readers, accounts of admission, service, outputs, KV-event state
-//! - 3: restores, in progress or in the audit
-//! - 4: hash secret, forgiven and deleted users in the audit, paced time, learned ratios, assumed
-//!   capacities, block sizes
-//! - 5: API keys
-//! - 6: revoked API keys, plans of users
-//! - 7: cache scopes
-//! - 8: roles of backends, user defaults, and which configured users follow the default weight
-//! - 10: learned capacities, engines with several ranks, backends registered by sources
-//!
-//! A state is written in the oldest version from 2 on that can hold it. A replica reads all
-//! versions up to its own; parts that a version lacks are empty. A length allocates no memory
-//! before its bytes have arrived.
+//! A length allocates no memory before its bytes have arrived.
 //!
 //! A restored state must have the digest in the header. This detects missing, duplicated and
 //! swapped sections as well as faults in derived data.
@@ -43,28 +30,10 @@ use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::kv_events::FollowedImage;
 use crate::ownership::FrozenOwnership;
-use crate::service::CapacityCorrections;
 use crate::users::UsersImage;
 
-/// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 10;
-/// Version of a state that uses nothing that version 10 introduced.
-const SNAPSHOT_VERSION_ROLES: u16 = 8;
-/// Version of a state that also has no roles of backends or defaults of users, nor a trace of them
-/// in the audit.
-const SNAPSHOT_VERSION_SCOPES: u16 = 7;
-/// Version of a state that also has no cache scopes, nor a trace of them in the audit.
-const SNAPSHOT_VERSION_PLANS: u16 = 6;
-/// Version of a state that also uses nothing else from version 6, such as plans of users.
-const SNAPSHOT_VERSION_KEYS: u16 = 5;
-/// Version of a state that also has no API keys, nor a trace of them in the audit.
-const SNAPSHOT_VERSION_SECRET: u16 = 4;
-/// Version of a state that also has no hash secret and uses nothing else from version 4.
-const SNAPSHOT_VERSION_RESTORES: u16 = 3;
-/// Version of a state that also has no restore in progress or in the audit.
-const SNAPSHOT_VERSION_COMMON: u16 = 2;
-/// Oldest version of the snapshot format that can be read.
-const SNAPSHOT_VERSION_FIRST: u16 = 1;
+/// Version of the snapshot format.
+pub const SNAPSHOT_VERSION: u16 = 1;
 
 const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
@@ -73,18 +42,12 @@ const SECTION_BYTES_MAX: u32 = encoding::SECTION_BYTES_MAX as u32;
 
 /// A frozen image of a state, ready to be written.
 pub struct FrozenState {
-    version: u16,
     applied: LogIndex,
     digest: u128,
     /// Tags and payloads of the small sections.
     small: Vec<(u8, Vec<u8>)>,
-    hashing: Option<Vec<u8>>,
-    /// Tags and payloads of further small sections, only non-empty ones, from version 4 or 10 on.
-    later: Vec<(u8, Vec<u8>)>,
     leases: LeasesImage,
     users: UsersImage,
-    /// Encoded sources of the backends that sources registered; `None` if there are none.
-    discovered: Option<Vec<u8>>,
     exact: FollowedImage,
     keys: KeysImage,
     revoked: RevokedKeys,
@@ -115,9 +78,6 @@ impl FrozenState {
         for (tag, payload) in &self.small {
             write_section(out, *tag, payload)?;
         }
-        if let Some(secret) = &self.hashing {
-            write_section(out, tag::HASHING, secret)?;
-        }
         for piece in self.leases.pieces() {
             write_section(out, tag::LEASES, &piece)?;
         }
@@ -133,9 +93,6 @@ impl FrozenState {
         }
         for piece in self.staged.iter().flat_map(StagedRestore::pieces) {
             write_section(out, tag::RESTORE, &piece)?;
-        }
-        for (tag, payload) in &self.later {
-            write_section(out, *tag, payload)?;
         }
         for piece in self.keys.pieces() {
             write_section(out, tag::KEYS, &piece)?;
@@ -155,16 +112,13 @@ impl FrozenState {
         for piece in self.users.unweighted() {
             write_section(out, tag::UNWEIGHTED, &piece)?;
         }
-        if let Some(discovered) = &self.discovered {
-            write_section(out, tag::DISCOVERED, discovered)?;
-        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
 
     fn header(&self) -> Vec<u8> {
         let mut header = MAGIC.to_vec();
-        header.extend(self.version.to_le_bytes());
+        header.extend(SNAPSHOT_VERSION.to_le_bytes());
         header.extend(self.applied.0.to_le_bytes());
         header.extend(self.digest.to_le_bytes());
         header.extend(xxh3_64(&header).to_le_bytes());
@@ -177,31 +131,12 @@ impl RouterState {
     /// continues.
     #[must_use]
     pub fn freeze(&self) -> FrozenState {
-        let sessions = encoding::to_bytes(&self.sessions);
-        let later = self.later_sections();
         FrozenState {
-            version: self.snapshot_version(!later.is_empty()),
-            hashing: self.hash_secret.as_ref().map(encoding::to_bytes),
             applied: self.applied,
             digest: self.digest(),
-            later,
-            small: vec![
-                (
-                    tag::CONFIG,
-                    encoding::to_bytes(&(&self.config, self.time.now_ms)),
-                ),
-                (tag::BACKENDS, encoding::to_bytes(&self.backends)),
-                (tag::SESSIONS, sessions),
-                (tag::AUDIT, encoding::to_bytes(&self.audit)),
-                (tag::SETTINGS, encoding::to_bytes(&self.settings)),
-                (tag::READERS, encoding::to_bytes(&self.readers)),
-                (tag::SERVICE, encoding::to_bytes(&self.service)),
-                (tag::OUTPUTS, encoding::to_bytes(&self.outputs)),
-                (tag::LAST_LEFT, encoding::to_bytes(&self.users.last_left())),
-            ],
+            small: self.small_sections(),
             leases: self.leases.freeze(),
             users: self.users.freeze(),
-            discovered: unless_default(&self.discovered),
             exact: self.exact.freeze(),
             keys: self.keys.freeze(),
             revoked: self.keys.revoked().clone(),
@@ -211,52 +146,29 @@ impl RouterState {
         }
     }
 
-    /// Returns the oldest version that can hold this state, with or without later sections.
-    fn snapshot_version(&self, has_later: bool) -> u16 {
-        let is_restored = self.staged.is_some() || self.audit.restored().is_some();
-        let is_of_version_6 = self.keys.revoked().len() > 0
-            || self.users.planned_len() > 0
-            || self.audit.has_version_6()
-            || self
-                .staged
-                .as_ref()
-                .is_some_and(StagedRestore::is_of_version_6);
-        let has_defaults = self.users.defaults().is_some() || self.audit.has_version_8();
-        let has_newer = self.backends.have_ranks() || !self.discovered.by_slot().is_empty();
-        if self.beliefs != CapacityCorrections::default() || has_newer {
-            SNAPSHOT_VERSION
-        } else if has_defaults || self.backends.have_roles() {
-            SNAPSHOT_VERSION_ROLES
-        } else if !self.caches.is_empty() || self.audit.has_version_7() {
-            SNAPSHOT_VERSION_SCOPES
-        } else if is_of_version_6 {
-            SNAPSHOT_VERSION_PLANS
-        } else if !self.keys.is_empty() || self.audit.has_version_5() {
-            SNAPSHOT_VERSION_KEYS
-        } else if self.hash_secret.is_some() || self.audit.has_version_4() || has_later {
-            SNAPSHOT_VERSION_SECRET
-        } else if is_restored {
-            SNAPSHOT_VERSION_RESTORES
-        } else {
-            SNAPSHOT_VERSION_COMMON
-        }
-    }
-
-    /// Encodes the parts that version 4 introduced and the learned capacities of version 10, each
-    /// unless it is empty.
-    fn later_sections(&self) -> Vec<(u8, Vec<u8>)> {
-        let time = self.time.paced.as_ref().map(encoding::to_bytes);
-        let sections = [
-            (tag::TIME, time),
-            (tag::RATIOS, unless_default(&self.ratios)),
-            (tag::ASSUMED, unless_default(&self.assumed)),
-            (tag::BLOCK_SIZES, unless_default(&self.block_sizes)),
-            (tag::BELIEFS, unless_default(&self.beliefs)),
-        ];
-        let sections = sections.into_iter();
-        sections
-            .filter_map(|(tag, payload)| Some((tag, payload?)))
-            .collect()
+    /// Encodes the parts that have one section each.
+    fn small_sections(&self) -> Vec<(u8, Vec<u8>)> {
+        let settings = (&self.settings, &self.hash_secret);
+        vec![
+            (tag::CONFIG, encoding::to_bytes(&self.config)),
+            (tag::SETTINGS, encoding::to_bytes(&settings)),
+            (
+                tag::TIME,
+                encoding::to_bytes(&(self.time.now_ms, &self.time.paced)),
+            ),
+            (tag::SESSIONS, encoding::to_bytes(&self.sessions)),
+            (tag::AUDIT, encoding::to_bytes(&self.audit)),
+            (tag::BACKENDS, encoding::to_bytes(&self.backends)),
+            (tag::DISCOVERED, encoding::to_bytes(&self.discovered)),
+            (tag::BLOCK_SIZES, encoding::to_bytes(&self.block_sizes)),
+            (tag::READERS, encoding::to_bytes(&self.readers)),
+            (tag::SERVICE, encoding::to_bytes(&self.service)),
+            (tag::ASSUMED, encoding::to_bytes(&self.assumed)),
+            (tag::BELIEFS, encoding::to_bytes(&self.beliefs)),
+            (tag::OUTPUTS, encoding::to_bytes(&self.outputs)),
+            (tag::RATIOS, encoding::to_bytes(&self.ratios)),
+            (tag::LAST_LEFT, encoding::to_bytes(&self.users.last_left())),
+        ]
     }
 
     /// Replaces the whole state with that of a snapshot that [`FrozenState::write_to`] wrote.
@@ -346,7 +258,7 @@ impl RouterState {
     fn restore_section(&mut self, tag: u8, payload: &[u8]) -> Result<(), String> {
         match tag {
             tag::CONFIG => {
-                (self.config, self.time.now_ms) = section(payload)?;
+                self.config = section(payload)?;
                 self.config.validate()?;
             }
             tag::BACKENDS => {
@@ -360,7 +272,7 @@ impl RouterState {
             tag::USERS_TOTALS => self.users.restore_totals(payload)?,
             tag::USERS => self.users.restore_piece(payload)?,
             tag::SETTINGS => {
-                self.settings = section(payload)?;
+                (self.settings, self.hash_secret) = section(payload)?;
                 self.settings.validate()?;
             }
             tag::READERS => self.readers = section(payload)?,
@@ -369,7 +281,7 @@ impl RouterState {
             tag::OUTPUTS => self.outputs = section(payload)?,
             tag::LAST_LEFT => self.users.restore_last_left(section(payload)?),
             tag::EXACT => self.exact.restore_piece(payload)?,
-            tag::TIME => self.time.paced = Some(section(payload)?),
+            tag::TIME => (self.time.now_ms, self.time.paced) = section(payload)?,
             tag::ASSUMED => self.assumed = section(payload)?,
             tag::BELIEFS => self.beliefs = section(payload)?,
             tag::BLOCK_SIZES => {
@@ -392,16 +304,10 @@ impl RouterState {
                 self.discovered.check(is_taken)?;
             }
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
-            tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),
         }
         Ok(())
     }
-}
-
-/// Encodes a part of the state; `None` if the part is empty.
-fn unless_default<T: bincode::Encode + Default + PartialEq>(part: &T) -> Option<Vec<u8>> {
-    (*part != T::default()).then(|| encoding::to_bytes(part))
 }
 
 /// Decodes the payload of a section.
@@ -453,9 +359,8 @@ impl CountingReader<'_> {
             return Err(self.fault(0, "this is not a snapshot of a router's state"));
         }
         let version = u16::from_le_bytes(version.try_into().expect("two bytes were split off"));
-        if !(SNAPSHOT_VERSION_FIRST..=SNAPSHOT_VERSION).contains(&version) {
-            let expected =
-                format!("format version {version}, {SNAPSHOT_VERSION} or an earlier one expected");
+        if version != SNAPSHOT_VERSION {
+            let expected = format!("format version {version}, {SNAPSHOT_VERSION} expected");
             return Err(self.fault(MAGIC.len() as u64, expected));
         }
         if xxh3_64(&header) != checksum {
@@ -525,7 +430,7 @@ impl CountingReader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::{Command, Envelope, Lane, Origin, Reply};
+    use crate::command::{Command, Envelope, Founding, Lane, Origin, Reply};
     use crate::ids::{ReplicaId, SessionId};
     use crate::machine::ClusterConfig;
     use crate::policy::PolicyConfig;
@@ -560,11 +465,7 @@ mod tests {
     #[test]
     fn forgetting_order_follows_the_format_in_copies_too() {
         let mut state = RouterState::new();
-        let init = Command::InitCluster {
-            hash_seed: 1,
-            policy: PolicyConfig::Random,
-            fairness: FairnessSettings::default(),
-        };
+        let init = Command::from(Founding::of_seed(1, PolicyConfig::Random));
         apply(&mut state, init);
         assert!(!state.users.spares_charged() && !copy(&state).users.spares_charged());
         apply(&mut state, Command::PaceTime);
@@ -582,7 +483,7 @@ mod tests {
             fairness,
             ..ClusterConfig::default()
         };
-        let payload = encoding::to_bytes(&(&config, 0_u64));
+        let payload = encoding::to_bytes(&config);
         let refused = RouterState::new().restore_section(tag::CONFIG, &payload);
         assert_eq!(
             refused,

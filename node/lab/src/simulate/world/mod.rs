@@ -13,7 +13,9 @@ use std::sync::Arc;
 
 use state::RouterState;
 use state::admission::{Backlog, Concurrency, Pricing};
-use state::command::{BackendRole, BackendSpec, Command, Envelope, UserSpec};
+use state::command::{
+    BackendRole, BackendSpec, Command, Envelope, Founding, UserDefaults, UserSpec,
+};
 use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
@@ -488,18 +490,19 @@ impl<'a> SimWorld<'a> {
 
 /// Returns the first commands of a cluster, which write the plan's settings, backends and weights.
 fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
-    let mut commands = vec![
-        Command::InitCluster {
-            hash_seed: HASH_SEED,
-            policy: plan.policy.clone(),
-            fairness: plan.prices,
-        },
-        Command::PutRouting(RoutingSettings {
+    let mut commands = vec![Command::from(Founding {
+        fairness: plan.prices,
+        routing: RoutingSettings {
             learn: plan.learn,
             ..RoutingSettings::default()
-        }),
-        Command::PutAdmission(plan.admission.clone()),
-    ];
+        },
+        admission: plan.admission.clone(),
+        user_defaults: UserDefaults {
+            limits: plan.admission.user_limits,
+            ..UserDefaults::default()
+        },
+        ..Founding::of_seed(HASH_SEED, plan.policy.clone())
+    })];
     let capacity_blocks = match plan.engine {
         // One block is vLLM's null block.
         EngineModel::Continuous(shape) => Some(shape.num_gpu_blocks - 1),
