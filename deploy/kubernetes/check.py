@@ -93,7 +93,7 @@ def picks(rendered):
     (container,) = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]["containers"]
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     values = {one["name"]: one.get("value") for one in container["env"]}
-    assert values["QUORATE_LISTEN__EPP"] == f"0.0.0.0:{ports[port['targetPort']]}"
+    assert values["QUORATE_LISTEN__PICKER"] == f"0.0.0.0:{ports[port['targetPort']]}"
     ingress = rendered["NetworkPolicy", "quorate"]["spec"]["ingress"]
     assert any(one["port"] == port["targetPort"] for rule in ingress for one in rule["ports"])
     config = tomllib.loads(rendered["ConfigMap", "quorate"]["data"]["quorate.toml"])
@@ -125,7 +125,7 @@ def for_one(name, plain):
         assert rule["host"] == f"{picker}.llm.svc.cluster.local"
     elif name == "envoy-gateway":
         assert more == {("GatewayClass", name)} and changed == {("StatefulSet", "quorate")}
-        assert values["QUORATE_EPP__ENDPOINTS"] == "1"
+        assert values["QUORATE_PICKER__ENDPOINTS"] == "1"
         with open(f"{HERE}/gateways/{name}/values.yaml", encoding="utf-8") as file:
             manager = yaml.safe_load(file)["config"]["envoyGateway"]["extensionManager"]
         (followed,) = manager["backendResources"]

@@ -187,7 +187,7 @@ impl Replica {
             data: Parsed(data),
             admin: Parsed(admin),
             peer: Parsed(peer),
-            epp: at.epp.map(Parsed),
+            picker: at.picker.map(Parsed),
             advertise: config.listen.advertise.clone(),
         };
         Self::run(config, BoundSockets::bind(&listen).unwrap())
@@ -214,7 +214,7 @@ fn cluster_with(
         data: Parsed(any),
         admin: Parsed(any),
         peer: Parsed(any),
-        epp: Some(Parsed(any)),
+        picker: Some(Parsed(any)),
         advertise: None,
     };
     let sockets: Vec<_> = (0..count)

@@ -16,7 +16,7 @@ const PORTS: usize = 4;
 const DATA_PORT: u16 = 7080;
 const ADMIN_PORT: u16 = 7081;
 const PEER_PORT: u16 = 7082;
-const EPP_PORT: u16 = 7083;
+const PICKER_PORT: u16 = 7083;
 const ENGINE_PORT: u16 = 7100;
 
 /// Addresses of all processes of a cluster.
@@ -51,7 +51,7 @@ impl Layout {
             data: at(ports[0]),
             admin: at(ports[1]),
             peer: at(ports[2]),
-            epp: at(ports[3]),
+            picker: at(ports[3]),
             peer_host: Ipv4Addr::LOCALHOST.to_string(),
         };
         Ok(Self {
@@ -70,7 +70,7 @@ impl Layout {
             Addresses {
                 data: (clients, DATA_PORT).into(),
                 admin: (clients, ADMIN_PORT).into(),
-                epp: (clients, EPP_PORT).into(),
+                picker: (clients, PICKER_PORT).into(),
                 peer: (network.peer_address(number), PEER_PORT).into(),
                 peer_host: host_name(number),
             }
@@ -167,13 +167,13 @@ pub(super) fn config(
     };
     let has_keys = options.users_config.contains("api_keys_file");
     let keys = secrets.filter(|_| !has_keys).map(ClusterSecrets::users);
-    let epp = match options.has_pickers {
-        true => format!("epp = \"{}\"\n", own.epp),
+    let picker = match options.has_pickers {
+        true => format!("picker = \"{}\"\n", own.picker),
         false => String::new(),
     };
     let mut text = format!(
         "insecure = {is_insecure}\n[node]\nid = {id}\ndata_dir = {:?}\n\n\
-         [listen]\n{epp}data = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
+         [listen]\n{picker}data = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
          [cluster]\n{membership}\n{}\n\n\
          [users]\nexpose = \"full\"\n{trusted}{}\n{}\n",
         data_dir.display().to_string(),

@@ -194,7 +194,7 @@ impl ProcessCluster {
     /// [`ClusterOptions::has_pickers`].
     #[must_use]
     pub fn picker_addrs(&self) -> Vec<SocketAddr> {
-        self.layout.replicas.iter().map(|it| it.epp).collect()
+        self.layout.replicas.iter().map(|it| it.picker).collect()
     }
 
     /// Returns the access of clients to the cluster.

@@ -80,7 +80,7 @@ pub(super) struct Addresses {
     pub(super) data: SocketAddr,
     pub(super) admin: SocketAddr,
     /// Listening address for gateways, if the replica is a picker.
-    pub(super) epp: SocketAddr,
+    pub(super) picker: SocketAddr,
     /// Listening address for peers.
     pub(super) peer: SocketAddr,
     /// Host that the replica announces to peers, in place of the bound address.

@@ -44,10 +44,10 @@ impl PickerParts {
         };
         let shown = PickerMetrics::default();
         metrics.register(|registry| shown.register(registry));
-        let picker = Picker::new(self.proxy, config.epp.clone(), shown);
+        let picker = Picker::new(self.proxy, config.picker.clone(), shown);
         let tls = certificates(config, tls)?;
         let address = listener.local_addr()?;
-        tracing::info!(epp = %address, "replica picks endpoints for gateways");
+        tracing::info!(picker = %address, "replica picks endpoints for gateways");
         let server = PickerServer::new(listener, picker, tls);
         Ok(Some(server.run_until(self.no_more, self.deadline)))
     }
@@ -55,13 +55,13 @@ impl PickerParts {
 
 /// Returns the TLS setup of the listener; `None` if it does not use TLS.
 fn certificates(config: &Config, tls: &ReplicaCertificates) -> anyhow::Result<Option<PickerTls>> {
-    if let Some(files) = tls.epp.clone() {
+    if let Some(files) = tls.picker.clone() {
         return Ok(Some(Box::new(move || files.current())));
     }
-    if config.tls.epp.in_the_clear {
+    if config.tls.picker.in_the_clear {
         return Ok(None);
     }
-    let own = self_signed().context("make a certificate for listen.epp")?;
+    let own = self_signed().context("make a certificate for listen.picker")?;
     Ok(Some(Box::new(move || Arc::clone(&own))))
 }
 

@@ -148,7 +148,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         engines: tls.engines.clone(),
     });
     let picker = PickerParts {
-        listener: sockets.epp,
+        listener: sockets.picker,
         proxy: Arc::clone(&proxy),
         deadline: deadline(&drain),
         no_more: stops.no_more_requests.clone(),

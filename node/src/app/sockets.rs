@@ -22,7 +22,7 @@ pub struct BoundSockets {
     /// Listener for other replicas.
     pub peer: TcpListener,
     /// Listener for gateways that request endpoints; `None` if not configured.
-    pub epp: Option<TcpListener>,
+    pub picker: Option<TcpListener>,
 }
 
 /// Actual addresses of a replica, including ports that the system chose.
@@ -35,7 +35,7 @@ pub struct Addresses {
     /// Address for other replicas.
     pub peer: SocketAddr,
     /// Address for gateways that request endpoints; `None` if not configured.
-    pub epp: Option<SocketAddr>,
+    pub picker: Option<SocketAddr>,
 }
 
 impl BoundSockets {
@@ -48,9 +48,9 @@ impl BoundSockets {
             data: bind("listen.data", *listen.data)?,
             admin: bind("listen.admin", *listen.admin)?,
             peer: bind("listen.peer", *listen.peer)?,
-            epp: match &listen.epp {
+            picker: match &listen.picker {
                 None => None,
-                Some(epp) => Some(bind("listen.epp", **epp)?),
+                Some(picker) => Some(bind("listen.picker", **picker)?),
             },
         })
     }
@@ -64,9 +64,9 @@ impl BoundSockets {
             data: self.data.local_addr()?,
             admin: self.admin.local_addr()?,
             peer: self.peer.local_addr()?,
-            epp: match &self.epp {
+            picker: match &self.picker {
                 None => None,
-                Some(epp) => Some(epp.local_addr()?),
+                Some(picker) => Some(picker.local_addr()?),
             },
         })
     }

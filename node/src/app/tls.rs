@@ -15,7 +15,7 @@ use crate::config::Config;
 pub(super) struct ReplicaCertificates {
     pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) admin: Option<Arc<Certificates<ListenerFiles>>>,
-    pub(super) epp: Option<Arc<Certificates<ListenerFiles>>>,
+    pub(super) picker: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) peer: Option<Arc<Certificates<PeerFiles>>>,
     pub(super) engines: EngineDialer,
     watch: CertificateWatch,
@@ -44,7 +44,7 @@ impl ReplicaCertificates {
             engines,
             data: taken("tls.data", data, &mut watch)?,
             admin: taken("tls.admin", config.tls.admin.files(), &mut watch)?,
-            epp: taken("tls.epp", config.tls.epp.files(), &mut watch)?,
+            picker: taken("tls.picker", config.tls.picker.files(), &mut watch)?,
             peer: taken("tls.peer", peer, &mut watch)?,
             watch,
         })

@@ -8,7 +8,7 @@ use state::ids::ReplicaId;
 
 use super::file::ConfigFile;
 use super::read::Settings;
-use super::tls::{AdminTlsConfig, EppTlsConfig, TlsConfig};
+use super::tls::{AdminTlsConfig, PickerTlsConfig, TlsConfig};
 
 /// Checks that the files in `[tls]` are complete and usable. Those of `[tls.peer]` must be for
 /// replica `id`, and are not read if it is `None`.
@@ -16,11 +16,11 @@ pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settin
     let TlsConfig {
         data,
         admin,
-        epp,
+        picker,
         peer,
         backends,
     } = &file.tls;
-    check_epp(epp, found);
+    check_picker(picker, found);
     let keys = [
         ("cert_file", backends.cert_file.is_some()),
         ("key_file", backends.key_file.is_some()),
@@ -61,13 +61,13 @@ pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settin
     }
 }
 
-fn check_epp(epp: &EppTlsConfig, found: &mut Settings) {
+fn check_picker(picker: &PickerTlsConfig, found: &mut Settings) {
     check_listener(
-        "tls.epp",
-        [&epp.cert_file, &epp.key_file, &epp.client_ca_file],
-        ("in_the_clear", epp.in_the_clear),
+        "tls.picker",
+        [&picker.cert_file, &picker.key_file, &picker.client_ca_file],
+        ("in_the_clear", picker.in_the_clear),
         "with TLS or without it, not both",
-        || epp.files(),
+        || picker.files(),
         found,
     );
 }

@@ -15,8 +15,8 @@ use super::identity::IdSource;
 use super::read::Settings;
 use super::traffic::{AdminConfig, CircuitConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, discovery, engines, identity, key_file, logging, models, picker,
-    requests, routing, tokens_file,
+    Config, certificates, cluster, discovery, engines, identity, key_file, logging, models,
+    picker_settings, requests, routing, tokens_file,
 };
 
 /// Checks everything, adds errors to `found` and returns the config, which is only usable if there
@@ -59,7 +59,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         admission,
         user_defaults,
         secret_files: engines::secret_files(&file),
-        epp: picker::settings(&file, found),
+        picker: picker_settings::settings(&file, found),
         policy: routing::named(&policies, &file.routing.policy),
         routing: routing::settings(&file, &policies, found),
         select: routing::select(&file),
@@ -127,7 +127,10 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
         ("listen.admin", *listen.admin),
         ("listen.peer", *listen.peer),
     ];
-    let picker = listen.epp.as_ref().map(|picker| ("listen.epp", **picker));
+    let picker = listen
+        .picker
+        .as_ref()
+        .map(|picker| ("listen.picker", **picker));
     let listeners: Vec<_> = listeners.into_iter().chain(picker).collect();
     for (nth, &(path, mine)) in listeners.iter().enumerate() {
         for (other_path, other) in &listeners[..nth] {

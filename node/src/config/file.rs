@@ -15,12 +15,12 @@ use state::ids::ReplicaId;
 use state::policy::{Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, RoutingSettings};
 
 use super::admission::AdmissionConfig;
-use super::epp::EppConfig;
 use super::form::{
     Address, ClusterName, EngineUrl, FractionForm, Host, HostPort, NodeId, Parsed, Size, Span,
     SpanRange, TokenizerName, ms,
 };
 use super::identity::IdSource;
+use super::picker::PickerConfig;
 use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
@@ -49,8 +49,8 @@ pub struct ConfigFile {
     /// How backends are chosen. `PUT /admin/v1/policy` and `/admin/v1/routing` change a running
     /// cluster.
     pub routing: RoutingConfig,
-    /// Gateways that ask for endpoints, at `listen.epp`.
-    pub epp: EppConfig,
+    /// Gateways that ask for endpoints, at `listen.picker`.
+    pub picker: PickerConfig,
     /// Certificates of the listeners, and of connections to other replicas and engines.
     pub tls: TlsConfig,
     /// Queueing and fairness between users. See docs/guide/admission.md.
@@ -118,7 +118,7 @@ pub struct ListenConfig {
     /// Listener for gateways that ask which engine a request goes to: an endpoint picker of the
     /// Gateway API Inference Extension, over gRPC, usually on port 9002. Default: none. See
     /// docs/guide/gateways.md.
-    pub epp: Option<Parsed<Address>>,
+    pub picker: Option<Parsed<Address>>,
     /// Host under which other replicas reach this one, without a port. Default: the address of
     /// `listen.peer`.
     pub advertise: Option<Parsed<Host>>,

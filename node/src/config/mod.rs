@@ -1,7 +1,7 @@
 //! Configuration. Reads the file, environment variables and flags into a checked [`Config`], and
 //! reports all errors together.
 //!
-//! `file`, `traffic`, `admission`, `epp` and `tls` define the keys, as structs. `schema` derives
+//! `file`, `traffic`, `admission`, `picker` and `tls` define the keys, as structs. `schema` derives
 //! from them which values a key takes, `read` merges the layers, and `check` validates what
 //! involves several keys.
 
@@ -11,7 +11,6 @@ mod check;
 mod cluster;
 mod discovery;
 mod engines;
-mod epp;
 mod error;
 mod file;
 mod form;
@@ -23,6 +22,7 @@ pub(crate) mod key_file;
 mod logging;
 mod models;
 mod picker;
+mod picker_settings;
 mod print;
 mod read;
 #[cfg(test)]
@@ -57,15 +57,15 @@ use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 use self::read::{Layers, Settings};
 
 pub use api::settings::Parsed;
-pub use epp::{BodyModeName, EppConfig};
 pub use error::{ConfigError, ConfigErrors, Place};
 pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig, StatefulSetConfig};
 pub(crate) use form::{LogFilter, values};
 pub use identity::IdSource;
+pub use picker::{BodyModeName, PickerConfig};
 pub use print::print;
 pub use schema::schema;
 pub use tls::{
-    AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, EppTlsConfig, PeerTlsConfig, TlsConfig,
+    AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, PickerTlsConfig, TlsConfig,
 };
 pub use traffic::{
     AccessFormat, AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat,
@@ -134,7 +134,7 @@ pub struct Config {
     /// Highest priority that a request can have.
     pub priority_max: i16,
     /// How gateways are talked to that ask for endpoints.
-    pub epp: PickerSettings,
+    pub picker: PickerSettings,
     /// Certificates, from `[tls]`.
     pub tls: TlsConfig,
     /// Who may use the admin API, from `[admin]`.

@@ -18,7 +18,7 @@ pub struct TlsConfig {
     /// TLS for operators.
     pub admin: AdminTlsConfig,
     /// TLS for gateways that ask for endpoints.
-    pub epp: EppTlsConfig,
+    pub picker: PickerTlsConfig,
     /// TLS between replicas.
     pub peer: PeerTlsConfig,
     /// TLS to engines with an `https` URL. Their certificates are always verified.
@@ -55,10 +55,10 @@ pub struct AdminTlsConfig {
     pub terminated_upstream: bool,
 }
 
-/// Keys of `[tls.epp]`: TLS between gateways and the endpoint picker.
+/// Keys of `[tls.picker]`: TLS between gateways and the endpoint picker.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct EppTlsConfig {
+pub struct PickerTlsConfig {
     /// Certificate of the listener for gateways in PEM, followed by its intermediates. Reloaded
     /// when the file changes. Default: a self-signed one, created at each start, for gateways that
     /// do not verify certificates, which is the default of most.
@@ -71,16 +71,20 @@ pub struct EppTlsConfig {
     pub in_the_clear: bool,
 }
 
-impl EppTlsConfig {
+impl PickerTlsConfig {
     /// Returns the files of the listener; `None` if it has none.
     #[must_use]
     pub fn files(&self) -> Option<ListenerFiles> {
-        let certificate = certificate("tls.epp", self.cert_file.as_ref(), self.key_file.as_ref())?;
+        let certificate = certificate(
+            "tls.picker",
+            self.cert_file.as_ref(),
+            self.key_file.as_ref(),
+        )?;
         let clients = self.client_ca_file.as_ref();
         Some(ListenerFiles {
             certificate,
             clients: clients.map_or(ClientCertificates::Ignored, |file| {
-                ClientCertificates::Required(NamedFile::new("tls.epp.client_ca_file", file))
+                ClientCertificates::Required(NamedFile::new("tls.picker.client_ca_file", file))
             }),
             protocols: &[b"h2"],
         })

@@ -309,7 +309,7 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
         data: at(0),
         admin: at(1),
         peer: at(2),
-        epp: None,
+        picker: None,
         advertise: None,
     };
     let sockets = BoundSockets::bind(&listen)?;
@@ -379,7 +379,7 @@ fn set_addresses(
         data: Parsed(addresses.data),
         admin: Parsed(addresses.admin),
         peer: Parsed(addresses.peer),
-        epp: None,
+        picker: None,
         advertise: None,
     };
     config.formation = Formation::Peers {

@@ -23,7 +23,7 @@ const TURNS: usize = 4;
 const SAME_ENGINE: usize = 99;
 
 fn pickers(at: &[Addresses]) -> Vec<SocketAddr> {
-    at.iter().map(|at| at.epp.unwrap()).collect()
+    at.iter().map(|at| at.picker.unwrap()).collect()
 }
 
 fn gateway(at: &[Addresses]) -> StandInGateway {
@@ -360,7 +360,7 @@ const READINESS: [&str; 3] = [
 ];
 
 fn health(at: &Addresses) -> HealthClient<Channel> {
-    let channel = picker_channel(at.epp.unwrap(), &GatewayTls::Anonymous);
+    let channel = picker_channel(at.picker.unwrap(), &GatewayTls::Anonymous);
     HealthClient::new(channel)
 }
 
@@ -429,7 +429,7 @@ async fn an_unformed_replica_is_live_but_not_serving() {
         data: Parsed(any),
         admin: Parsed(any),
         peer: Parsed(any),
-        epp: Some(Parsed(any)),
+        picker: Some(Parsed(any)),
         advertise: None,
     };
     let bind = || BoundSockets::bind(&listen).unwrap();

@@ -228,7 +228,7 @@ fn sockets() -> BoundSockets {
         data: Parsed(any),
         admin: Parsed(any),
         peer: Parsed(any),
-        epp: None,
+        picker: None,
         advertise: None,
     };
     BoundSockets::bind(&listen).unwrap()

@@ -4,7 +4,7 @@
 mod admin;
 #[path = "tls_engines.rs"]
 mod engines_behind_tls;
-#[path = "tls_epp.rs"]
+#[path = "tls_picker.rs"]
 mod gateways;
 #[path = "tls_peers.rs"]
 mod peers;
@@ -145,7 +145,7 @@ fn anywhere() -> ListenConfig {
         data: Parsed(any),
         admin: Parsed(any),
         peer: Parsed(any),
-        epp: None,
+        picker: None,
         advertise: None,
     }
 }

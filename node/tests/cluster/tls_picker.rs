@@ -4,10 +4,10 @@ use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, St
 
 use super::*;
 
-/// Returns `[tls.epp]` with the certificate of replica 1, for gateways of the same authority.
-fn epp_section(certs: &Certs) -> String {
+/// Returns `[tls.picker]` with the certificate of replica 1, for gateways of the same authority.
+fn picker_section(certs: &Certs) -> String {
     format!(
-        "[tls.epp]\ncert_file = {:?}\nkey_file = {:?}\nclient_ca_file = {:?}\n",
+        "[tls.picker]\ncert_file = {:?}\nkey_file = {:?}\nclient_ca_file = {:?}\n",
         certs.file("replica-1.crt"),
         certs.file("replica-1.key"),
         certs.file("ca.crt")
@@ -17,13 +17,13 @@ fn epp_section(certs: &Certs) -> String {
 /// Starts a replica that serves gateways.
 async fn picking(dir: &TempDir, engines: &[EngineHandle], certs: &Certs) -> Replica {
     let listen = ListenConfig {
-        epp: Some(Parsed("127.0.0.1:0".parse().unwrap())),
+        picker: Some(Parsed("127.0.0.1:0".parse().unwrap())),
         ..anywhere()
     };
     let bound = BoundSockets::bind(&listen).unwrap();
     let peer = bound.addresses().unwrap().peer.to_string();
     config(1, &[peer], engines, dir.path());
-    let replica = Replica::run(extended(dir.path(), 1, &epp_section(certs)), bound);
+    let replica = Replica::run(extended(dir.path(), 1, &picker_section(certs)), bound);
     Http::new().ready(&[replica.addresses]).await;
     replica
 }
@@ -41,7 +41,7 @@ fn gateway(at: Addresses, tls: GatewayTls) -> StandInGateway {
         tls,
         ..GatewayOptions::default()
     };
-    StandInGateway::new(&[at.epp.unwrap()], options)
+    StandInGateway::new(&[at.picker.unwrap()], options)
 }
 
 /// Sends a completion through a gateway.
@@ -101,7 +101,7 @@ async fn a_new_gateway_authority_keeps_open_connections() {
     let engines = engines(1).await;
     let replica = picking(&dir, &engines, &certs).await;
     let at = replica.addresses;
-    let epp = at.epp.unwrap();
+    let picker = at.picker.unwrap();
     let open = gateway(at, shown(&certs, "envoy"));
     assert_eq!(ask(&open).await.unwrap().status, StatusCode::OK);
     assert!(!is_let_in(at, shown(&next, "envoy")).await);
@@ -110,7 +110,7 @@ async fn a_new_gateway_authority_keeps_open_connections() {
     std::fs::copy(next.file("ca.crt"), certs.file("beside")).unwrap();
     std::fs::rename(certs.file("beside"), certs.file("ca.crt")).unwrap();
     let expected = Some(next.shown("replica-1.crt"));
-    let is_shown = async || shows(epp, next.client(Some("envoy"))).await == expected;
+    let is_shown = async || shows(picker, next.client(Some("envoy"))).await == expected;
     until("the new certificate is shown", is_shown).await;
     let is_new = async || is_let_in(at, shown(&next, "envoy")).await;
     until("the new authority's gateway is let in", is_new).await;
