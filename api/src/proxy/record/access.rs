@@ -143,7 +143,7 @@ macro_rules! line {
 
 impl AccessEntry {
     /// Writes the line of a completed request.
-    pub(in crate::proxy) fn end(&self, end: &EndedAccess<'_>) {
+    pub(super) fn end(&self, end: &EndedAccess<'_>) {
         let Some(suppressed) = self.log.try_acquire(end) else {
             return;
         };

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// A member of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct JsonMember {
+pub(in crate::proxy) struct JsonMember {
     /// The key as written, without its quotes. Escapes are not decoded.
     pub(in crate::proxy) key: Range<usize>,
     /// The value as written.
