@@ -27,7 +27,6 @@ use super::policies::SimPolicy;
 use super::print;
 use super::recorded::RecordedDemand;
 use super::recorded_args::RecordedArgs;
-use super::scale;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 use crate::replay::trace::{self, TraceOptions};
 use crate::terminal;
@@ -144,10 +143,6 @@ struct FleetSize {
 /// [`SimulateArgsError`] if the arguments conflict or an input cannot be read. Another error if the
 /// results cannot be written.
 pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
-    if args.experiment == Some(Experiment::Scale) {
-        terminal::print(scale::table())?;
-        return Ok(ExitCode::SUCCESS);
-    }
     let recorded = args.recorded.demand(fetched)?;
     let cases = args.cases(recorded.as_ref())?;
     let parts = cases.cases.len() as u64 * PROGRESS_PARTS;

@@ -8,7 +8,6 @@ use state::admission::{AdmissionSettings, Batching, BinSelection, Concurrency, O
 use state::outputs::theory::batch_time_mean;
 
 use super::argument_error::SimulateArgsError;
-use super::cells;
 use super::compare::{ComparisonCase, ComparisonCases};
 use super::overload;
 use super::plan::{BatchTimes, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
@@ -27,10 +26,6 @@ pub enum Experiment {
     /// Every policy on the same loads, generated and recorded: how far the default one falls behind
     /// the best
     Policies,
-    /// Ten and a hundred cells of three replicas behind a first hop, against one ideal router
-    Cells,
-    /// Limits of a single Raft group, computed from measurements of benches; nothing is simulated
-    Scale,
     /// Ten times the load that engines can serve, from clients who wait, who leave and who retry
     Overload,
     /// Batches that end together, with 1 to 32 bins by output length, compared with the theory
@@ -43,7 +38,7 @@ impl Experiment {
     ///
     /// # Errors
     /// If the duration is less than a second, or the experiment is `policies`, which has
-    /// [`PolicyLoads`](super::loads::PolicyLoads), or `scale`, which has no cases.
+    /// [`PolicyLoads`](super::loads::PolicyLoads).
     pub fn cases(
         self,
         seed: u64,
@@ -61,8 +56,6 @@ impl Experiment {
             Self::ReturningUser => returning_user(seed, horizon.unwrap_or(300_000_000)),
             Self::Sharing => sharing(seed, horizon.unwrap_or(300_000_000), workload),
             Self::Policies => return Err(SimulateArgsError::new("policies has loads of its own")),
-            Self::Scale => return Err(SimulateArgsError::new("scale has no cases")),
-            Self::Cells => cells::cases(seed, horizon.unwrap_or(20_000_000)),
             Self::Overload => overload::cases(seed, horizon.unwrap_or(60_000_000)),
             Self::StaticBatching => static_batching(seed, horizon.unwrap_or(10_000_000_000)),
         })

@@ -28,7 +28,9 @@ impl IdealBounds {
         let EngineModel::Continuous(shape) = plan.engine else {
             return None;
         };
-        let blocks = shape.num_gpu_blocks.saturating_mul(plan.engines());
+        let blocks = shape
+            .num_gpu_blocks
+            .saturating_mul(u32::from(plan.backends));
         let mut pool = BlockPool::new(blocks, shape.block_size);
         let (mut prompt_tokens, mut hit_tokens) = (0_u64, 0_u64);
         for (prompt, output_tokens) in asked {

@@ -12,7 +12,6 @@
 
 mod args;
 mod argument_error;
-pub mod cells;
 pub mod clock;
 pub mod compare;
 mod demand_args;
@@ -35,7 +34,6 @@ pub mod recorded;
 mod recorded_args;
 pub mod replica;
 pub mod report;
-pub mod scale;
 pub mod service;
 pub mod sim_queue;
 pub mod tally;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use state::admission::{AdmissionSettings, Concurrency, Order};
-use state::policy::{ChwblSettings, CostSettings, PairSettings, PolicyConfig};
+use state::policy::{CostSettings, PairSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
 use super::events::Micros;
@@ -36,7 +36,7 @@ pub struct SimPlan {
     pub learn: bool,
     /// Number of tokens per block, in router and engines.
     pub block_tokens: u32,
-    /// Number of engines per cell.
+    /// Number of engines.
     pub backends: u16,
     /// Batching model, sizes and speeds of each engine.
     pub engine: EngineModel,
@@ -44,10 +44,8 @@ pub struct SimPlan {
     pub disaggregation: DisaggregationPlan,
     /// Latency goals that requests must meet to count for goodput.
     pub goal: ServiceGoal,
-    /// Number of replicas per cell.
+    /// Number of replicas.
     pub replicas: u8,
-    /// Number of cells, each with its own engines, replicas and log, and the hop in front of them.
-    pub cells: CellPlan,
     /// Time from a batch's proposal until every replica applies it; `None`: replicas do not share
     /// what they learn.
     pub ownership_lag: Option<Micros>,
@@ -215,7 +213,6 @@ impl Default for SimPlan {
             disaggregation: DisaggregationPlan::default(),
             goal: ServiceGoal::default(),
             replicas: 3,
-            cells: CellPlan::default(),
             ownership_lag: Some(ms(20)),
             load_lag: Some(ms(20)),
             flush: ms(20),
@@ -223,36 +220,6 @@ impl Default for SimPlan {
             restart: None,
             horizon: ms(60_000),
             seed: 1,
-        }
-    }
-}
-
-/// Cells behind a first hop. Cells share nothing but what this plan lists.
-#[derive(Debug, Clone, PartialEq)]
-pub struct CellPlan {
-    /// Number of cells. If 1, there is no first hop.
-    pub count: u16,
-    /// Policy by which the first hop chooses a cell, as a router chooses a backend.
-    pub hop: PolicyConfig,
-    /// Number of leading blocks that the first hop hashes; all blocks of a shorter prompt.
-    pub hashed_blocks: u32,
-    /// Interval at which cells report their requests in flight to the first hop.
-    pub told_every: Micros,
-    /// Interval at which cells charge users for service in other cells; `None` if they never do.
-    pub charges_every: Option<Micros>,
-    /// Network delay between cells.
-    pub lag: Micros,
-}
-
-impl Default for CellPlan {
-    fn default() -> Self {
-        Self {
-            count: 1,
-            hop: PolicyConfig::Chwbl(ChwblSettings::default()),
-            hashed_blocks: 4,
-            told_every: 100_000,
-            charges_every: None,
-            lag: 50_000,
         }
     }
 }
@@ -276,12 +243,6 @@ impl SimPlan {
             shape.max_num_seqs = 24;
         }
         plan
-    }
-
-    /// Returns the number of engines in all cells.
-    #[must_use]
-    pub fn engines(&self) -> u32 {
-        u32::from(self.backends) * u32::from(self.cells.count)
     }
 
     /// Returns whether the admission settings limit waits.

@@ -56,8 +56,6 @@ pub struct SimUser {
     pub backlog: u32,
     /// Period in which the user sends nothing, from start to end, if any.
     pub off: Option<(Micros, Micros)>,
-    /// Common prefix of the prompts in the user's backlog; `None` if they share nothing.
-    pub beginning: Option<Arc<str>>,
 }
 
 /// A request that arrives at a given time.
@@ -163,15 +161,9 @@ impl LengthRange {
     /// Draws a unique prompt and an output length.
     #[must_use]
     pub fn draw_request(&self, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
-        self.draw_after("", rng)
-    }
-
-    /// Draws a prompt that starts with `beginning` and ends uniquely, and an output length.
-    #[must_use]
-    pub fn draw_after(&self, beginning: &str, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
         let tokens = Self::draw(self.input, rng) as usize;
-        let own = passage(rng.next_u64(), 0, tokens * TOKEN_BYTES);
-        let prompt = Arc::new(SimPrompt::new([beginning, &own].concat().as_bytes()));
+        let text = passage(rng.next_u64(), 0, tokens * TOKEN_BYTES);
+        let prompt = Arc::new(SimPrompt::new(text.as_bytes()));
         (prompt, Self::draw(self.output, rng))
     }
 }
@@ -186,7 +178,6 @@ impl SimUser {
             replica: None,
             backlog: 0,
             off: None,
-            beginning: None,
         }
     }
 

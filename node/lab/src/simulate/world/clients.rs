@@ -29,7 +29,6 @@ impl SimWorld<'_> {
 
     /// Handles the departure of a client, if its request's try number `tries` is still open.
     pub(super) fn leave(&mut self, request: usize, tries: u32) {
-        let first_engine = self.engine_at(self.requests[request].replica, 0);
         let asked = &mut self.requests[request];
         if asked.tries != tries {
             return;
@@ -57,9 +56,9 @@ impl SimWorld<'_> {
                 }
                 let rest = asked.output_tokens - asked.served_output;
                 self.tally.kept(user, rest);
-                self.engines[first_engine + usize::from(flight.backend.slot.0)].abort(request);
+                self.engines[usize::from(flight.backend.slot.0)].abort(request);
                 if let Some(computing) = flight.prefill_engine() {
-                    self.engines[first_engine + computing].abort(request);
+                    self.engines[computing].abort(request);
                 }
                 let here = &mut self.places[place];
                 let left = AttemptEnd::ClientLeft;

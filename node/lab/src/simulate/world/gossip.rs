@@ -58,9 +58,8 @@ impl SimWorld<'_> {
         let envelope = Arc::new(envelope);
         match self.plan.ownership_lag {
             Some(lag) => {
-                let places = self.places_around(place);
-                let index = self.take_index(places.start);
-                for replica in places {
+                let index = self.take_index(0);
+                for replica in 0..self.places.len() {
                     self.plan_apply(lag, replica, index, &envelope);
                 }
             }
@@ -71,13 +70,13 @@ impl SimWorld<'_> {
         }
     }
 
-    pub(super) fn take_index(&mut self, log: usize) -> LogIndex {
+    fn take_index(&mut self, log: usize) -> LogIndex {
         let index = self.next_index[log];
         self.next_index[log] += 1;
         LogIndex(index)
     }
 
-    pub(super) fn plan_apply(
+    fn plan_apply(
         &mut self,
         lag: Micros,
         replica: usize,
@@ -129,7 +128,7 @@ impl SimWorld<'_> {
             return;
         }
         let report: Option<Arc<[u8]>> = due.map(Arc::from);
-        for replica in self.places_around(place).filter(|it| *it != place) {
+        for replica in (0..self.places.len()).filter(|it| *it != place) {
             let event = SimEvent::Heard {
                 replica,
                 from: place,
@@ -147,7 +146,7 @@ impl SimWorld<'_> {
         report: Option<&[u8]>,
         backlog: Option<Backlog>,
     ) {
-        let from = id_of(from - self.places_around(place).start);
+        let from = id_of(from);
         let here = &mut self.places[place];
         if let Some(report) = report {
             here.replica
@@ -183,9 +182,6 @@ impl SimWorld<'_> {
         let Command::Batch { items, .. } = &entry.command else {
             return;
         };
-        if self.plan.cells.count > 1 {
-            return; // A cell is not to charge for what another serves.
-        }
         for item in items {
             let Item::Charge(charge) = item else { continue };
             let Some(user) = self.keys.iter().position(|key| *key == charge.user) else {

@@ -3,7 +3,6 @@
 //! Everything that happens is a `SimEvent` with a time. Handling an event plans others. Replicas,
 //! log and engines interact only through events, so their order determines the run.
 
-mod cells;
 mod clients;
 mod gossip;
 mod restart;
@@ -20,7 +19,6 @@ use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
 
-use self::cells::FirstHop;
 use super::clock::SimClock;
 use super::engine::{ProbedFigures, SimEngine};
 use super::events::{EventQueue, Micros};
@@ -81,10 +79,6 @@ enum SimEvent {
     Close,
     /// Replicas crash and restart, as planned.
     Restart,
-    /// Cells report their requests in flight to the first hop.
-    Tell,
-    /// Cells charge users for service in other cells.
-    Share,
 }
 
 /// State of a request, from arrival to end.
@@ -93,8 +87,6 @@ struct RequestState {
     prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
-    /// Cell that the first hop chose for the request.
-    cell: usize,
     replica: usize,
     /// Number of output tokens, as predicted at arrival.
     predicted_output: u32,
@@ -177,7 +169,7 @@ pub struct SimOutcome {
     pub bin_edges: Vec<u32>,
     /// Prompt and number of output tokens of each request in order of arrival, for ideal bounds.
     pub asked: Vec<(Arc<SimPrompt>, u32)>,
-    /// Number of priced tokens that the replicas' state has charged by the end, over all cells.
+    /// Number of priced tokens that the replicas' state has charged by the end.
     pub charged: u64,
     /// Digest of the first replica's state at the end.
     pub digest: u128,
@@ -196,7 +188,6 @@ pub struct SimWorld<'a> {
     engines: Vec<SimEngine>,
     probed: Vec<ProbedFigures>,
     places: Vec<ReplicaPlace>,
-    hop: FirstHop,
     requests: Vec<RequestState>,
     /// Index of the next request in [`SimWorkload::arrivals`].
     next_arrival: usize,
@@ -209,8 +200,7 @@ pub struct SimWorld<'a> {
     patience_rng: Rng,
     /// Entries with which every log starts.
     setup: Vec<Envelope>,
-    /// Next log index by place. Replicas that share a log use the entry of the first place in their
-    /// cell.
+    /// Next log index by place. Replicas that share a log use the entry of the first place.
     next_index: Vec<u64>,
     /// Number of times each replica's log was lost.
     epochs: Vec<u32>,
@@ -240,11 +230,8 @@ impl<'a> SimWorld<'a> {
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);
         let service = ServiceAccounts::new(plan.prices, weights);
-        let cells = plan.cells.count;
-        assert!(cells == 1 || plan.restart.is_none(), "cells do not restart");
-        let places = (0..cells).flat_map(|_| 1..=plan.replicas).map(place);
-        let places: Vec<ReplicaPlace> = places.collect();
-        let engines = plan.engines() as usize;
+        let places: Vec<ReplicaPlace> = (1..=plan.replicas).map(place).collect();
+        let engines = usize::from(plan.backends);
         let names = || workload.users.iter().map(|user| user.name.as_str());
         let sender = |(number, name): (usize, &str)| SimSender::new(name, number);
         Self {
@@ -254,7 +241,6 @@ impl<'a> SimWorld<'a> {
             events: EventQueue::default(),
             engines: (0..engines).map(|_| SimEngine::new(&plan.engine)).collect(),
             probed: vec![ProbedFigures::default(); engines],
-            hop: FirstHop::new(&plan.cells, workload.users.len()),
             requests: Vec::new(),
             next_arrival: 0,
             open_by_user: vec![0; workload.users.len()],
@@ -310,7 +296,6 @@ impl<'a> SimWorld<'a> {
         if let Some(restart) = self.plan.restart {
             self.events.plan(restart.at, SimEvent::Restart);
         }
-        self.begin_cells();
         self.events.plan(self.plan.probe, SimEvent::Probe);
         self.events.plan(self.tally.step(), SimEvent::Sample);
         let horizon = self.plan.horizon;
@@ -346,12 +331,6 @@ impl<'a> SimWorld<'a> {
             SimEvent::Watch => self.tally.service.watch(),
             SimEvent::Close => self.tally.service.close(),
             SimEvent::Restart => self.restart(),
-            SimEvent::Tell => self.tell(),
-            SimEvent::Share => {
-                if let Some(every) = self.plan.cells.charges_every {
-                    self.share_charges(every);
-                }
-            }
         }
     }
 
@@ -369,7 +348,7 @@ impl<'a> SimWorld<'a> {
         let wants_outputs = self.plan.admission.wants_outputs();
         for place in 0..self.places.len() {
             let replica = &self.places[place].replica;
-            replica.probed(|slot| self.probed[self.engine_at(place, slot.0.into())]);
+            replica.probed(|slot| self.probed[usize::from(slot.0)]);
             if learns {
                 replica.queue_samples(self.now);
             }
@@ -430,19 +409,14 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Returns the digest of the first replica's state in the cell of `place`.
-    fn first_digest(&self, place: usize) -> u128 {
-        let first = self.places_around(place).start;
-        self.places[first].replica.state.digest()
-    }
-
+    /// Returns the priced tokens that the first replica's state has charged, over all users.
     fn charged(&self) -> u64 {
         let prices = self.plan.prices;
-        let cells = 0..usize::from(self.plan.cells.count);
-        let users = cells.flat_map(|cell| (0..self.keys.len()).map(move |user| (cell, user)));
-        let priced = users.map(|(cell, user)| {
-            let [input, output] = self.own_charges(cell, user);
-            input * u64::from(prices.input_price) + output * u64::from(prices.output_price)
+        let state = &self.places[0].replica.state;
+        let users = self.keys.iter().filter_map(|key| state.user(*key));
+        let priced = users.map(|user| {
+            let input = user.total.input_uncached * u64::from(prices.input_price);
+            input + user.total.output * u64::from(prices.output_price)
         });
         priced.sum()
     }
@@ -480,7 +454,7 @@ impl<'a> SimWorld<'a> {
                 faults.push(format!("replica {id}: {leases} leases are open"));
             }
             let is_shared = self.plan.ownership_lag.is_some();
-            if is_shared && replica.state.digest() != self.first_digest(number) {
+            if is_shared && replica.state.digest() != self.places[0].replica.state.digest() {
                 faults.push(format!("replica {id}: state differs from the first one's"));
             }
         }

@@ -44,8 +44,7 @@ impl SimWorld<'_> {
             && self.open_by_user[user] < spec.backlog;
         if is_due {
             let rng = &mut self.rngs[user];
-            let beginning = spec.beginning.as_deref().unwrap_or_default();
-            let (prompt, output_tokens) = self.workload.shape.draw_after(beginning, rng);
+            let (prompt, output_tokens) = self.workload.shape.draw_request(rng);
             self.arrive(user, prompt, output_tokens, None);
         }
         is_due
@@ -65,15 +64,10 @@ impl SimWorld<'_> {
         let priced = self.tally.service.price(prompt.tokens, output_tokens);
         self.tally.largest_priced = self.tally.largest_priced.max(priced);
         let is_too_large = !self.engines[0].fits(prompt.tokens.saturating_add(output_tokens));
-        let cell = match self.plan.cells.count {
-            1 => 0,
-            _ => self.choose_cell(&prompt, request),
-        };
         self.requests.push(RequestState {
             user,
             output_tokens,
             arrived: self.now,
-            cell,
             replica: 0,
             predicted_output: output_tokens,
             stage: RequestStage::Waiting,
@@ -109,7 +103,6 @@ impl SimWorld<'_> {
             Some(pinned) => usize::from(pinned % self.plan.replicas),
             None => usize::try_from(drawn).expect("below the number of replicas"),
         };
-        let place = self.requests[request].cell * usize::from(self.plan.replicas) + place;
         let asked = &mut self.requests[request];
         asked.replica = place;
         asked.stage = RequestStage::Waiting;
@@ -206,7 +199,7 @@ impl SimWorld<'_> {
         self.follow_bins(place);
         let registry = self.places[place].replica.state.view().registry();
         for backend in &registry.backends {
-            let engine = self.engine_at(place, usize::from(backend.handle.slot.0));
+            let engine = usize::from(backend.handle.slot.0);
             let here = &mut self.places[place];
             if here.replica.running_at(backend.handle, self.now) > 0 {
                 continue;
@@ -264,7 +257,6 @@ impl SimWorld<'_> {
         was_queued: bool,
         only: Option<Slot>,
     ) -> usize {
-        let first_engine = self.engine_at(place, 0);
         let asked = &mut self.requests[request];
         let replica = &self.places[place].replica;
         let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
@@ -283,11 +275,10 @@ impl SimWorld<'_> {
         let matched = prefill.map_or(decision.matched, |it| it.matched);
         self.tally.predicted_tokens += u64::from(matched) * u64::from(self.plan.block_tokens);
         self.tally.promised(asked.user, asked.output_tokens);
-        let (slot, output_tokens) = match flight.prefill_engine() {
+        let (engine, output_tokens) = match flight.prefill_engine() {
             Some(computing) => (computing, 1),
             None => (usize::from(decision.backend.slot.0), asked.output_tokens),
         };
-        let engine = first_engine + slot;
         self.engines[engine].submit(request, &asked.prompt, output_tokens);
         asked.stage = RequestStage::Running(Box::new(flight));
         self.changed(place);
@@ -304,7 +295,7 @@ impl SimWorld<'_> {
         if asked.tries != tries {
             return;
         }
-        let engine = self.engine_at(asked.replica, usize::from(flight.backend.slot.0));
+        let engine = usize::from(flight.backend.slot.0);
         self.engines[engine].submit_fetched(request, &asked.prompt, asked.output_tokens);
         self.begin_step(engine);
     }
@@ -316,22 +307,20 @@ impl SimWorld<'_> {
     }
 
     pub(super) fn step_over(&mut self, engine: usize) {
-        let places = self.places_beside(engine);
-        let mut touched = vec![false; places.len()];
+        let mut touched = vec![false; self.places.len()];
         for served in self.engines[engine].finish_step() {
             let place = self.requests[served.request].replica;
-            touched[place - places.start] = true;
+            touched[place] = true;
             self.served(engine, place, &served);
         }
         self.begin_step(engine);
-        for (place, _) in places.zip(touched).filter(|(_, is)| *is) {
+        for (place, _) in touched.into_iter().enumerate().filter(|(_, is)| *is) {
             self.changed(place);
             self.pump(place);
         }
     }
 
     fn served(&mut self, engine: usize, place: usize, served: &ServedStep) {
-        let slot = engine - self.engine_at(place, 0);
         let request = &mut self.requests[served.request];
         let RequestStage::Running(flight) = &mut request.stage else {
             return; // Cut off, and sent again since.
@@ -343,7 +332,7 @@ impl SimWorld<'_> {
             output: served.output_tokens,
             cached: served.cached_tokens,
         };
-        if flight.is_prefilled_by(slot) {
+        if flight.is_prefilled_by(engine) {
             replica.prefilled(flight, &prompt, &told);
             let after = self.plan.disaggregation.transfer_us(prompt.tokens);
             let fetched = SimEvent::Fetched {
@@ -394,11 +383,7 @@ impl SimWorld<'_> {
     }
 
     pub(super) fn close(&mut self, request: usize) {
-        let asked = &self.requests[request];
         self.open -= 1;
-        self.open_by_user[asked.user] -= 1;
-        if self.plan.cells.count > 1 {
-            self.hop.closed(asked.cell);
-        }
+        self.open_by_user[self.requests[request].user] -= 1;
     }
 }
