@@ -10,6 +10,7 @@
 //!   keys.
 //! - [`live`] compares predictions with what real engines find cached.
 //! - [`fuzzing`] feeds mutated bytes to readers of untrusted bytes.
+//! - [`gateway`] asks endpoint pickers as Envoy does; the tests of `node` compile it too.
 //!
 //! [`oracle`] records a simulated run and [`invariants`] states what must hold for it. [`planted`]
 //! plants bugs, to prove that the tests find them.
@@ -17,6 +18,7 @@
 pub mod abuse;
 mod command;
 pub mod fuzzing;
+pub mod gateway;
 pub mod invariants;
 mod kinds;
 pub mod live;

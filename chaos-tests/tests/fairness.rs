@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use chaos_tests::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, StandInGateway};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::{HeaderValue, StatusCode};
-use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, StandInGateway};
 use lab::replay::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
 use lab::replay::targets::Targets;
 

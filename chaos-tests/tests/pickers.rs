@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use chaos_tests::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
-use lab::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use serde_json::json;
 
 /// Number of clients of each picker.

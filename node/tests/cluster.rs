@@ -40,6 +40,8 @@ mod recordings;
 mod rooms;
 #[path = "cluster/scaling.rs"]
 mod scaling;
+#[path = "../../chaos-tests/src/gateway/mod.rs"]
+pub mod stand_in;
 #[path = "cluster/tenants.rs"]
 mod tenants;
 #[path = "cluster/tls.rs"]

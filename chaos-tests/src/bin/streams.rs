@@ -20,12 +20,12 @@ use api::proxy::picker::ext_proc::{
     HeaderMap, HeaderValue, HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
 };
 use bytes::Bytes;
+use chaos_tests::gateway::{GatewayTls, picker_channel};
 use chaos_tests::processes::figures::ProcessFigures;
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use chaos_tests::terminal;
 use clap::Parser;
 use comfy_table::{Table, presets};
-use lab::gateway::{GatewayTls, picker_channel};
 use serde_json::json;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use anyhow::Context as _;
 use http::HeaderValue;
 use http::header::AUTHORIZATION;
 use hyper::body::Bytes;
-use lab::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use lab::replay::chats::{ChatTurn, Chats, ChatsOptions};
 use lab::replay::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
 use lab::replay::targets::{PickedTarget, Targets};

@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-use api::proxy::picker::ext_proc::BodySendMode;
-use lab::gateway::{
+use crate::stand_in::{
     GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway, picker_channel,
 };
+use api::proxy::picker::ext_proc::BodySendMode;
 use tonic::Code;
 use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;

@@ -1,6 +1,6 @@
 //! TLS of the listener for gateways: admission of gateways, and new certificates and authorities.
 
-use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway};
+use crate::stand_in::{GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway};
 
 use super::*;
 
