@@ -125,7 +125,7 @@ async fn check_knowledge(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow
 ///
 /// # Errors
 /// If a replica does not know it.
-pub(super) async fn check_recalled(
+pub async fn check_recalled(
     cluster: &ProcessCluster,
     answers: &[AnsweredRequest],
 ) -> anyhow::Result<()> {

@@ -18,7 +18,6 @@ mod layout;
 pub mod load;
 mod observe;
 mod options;
-pub mod roll;
 pub mod upgrade;
 mod waiting;
 

@@ -1,11 +1,13 @@
 //! Checks that clients do not notice a rolling update of engines found by DNS: `cargo run --release
 //! -p chaos-tests --bin roll`. See docs/guide/discovery.md. Needs dnsmasq.
 
+mod fleet;
+
 use std::process::ExitCode;
 
-use chaos_tests::processes::roll::{self, RollOptions, RollRecords};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
+use fleet::{RollOptions, RollRecords};
 
 /// Replace a fleet of engines behind a DNS name, some at a time, under load
 #[derive(Debug, Parser)]
@@ -39,7 +41,7 @@ fn main() -> anyhow::Result<ExitCode> {
 }
 
 async fn run(args: RollArgs) -> anyhow::Result<ExitCode> {
-    let reports = roll::run(RollOptions {
+    let reports = fleet::run(RollOptions {
         engines: args.engines,
         at_once: args.at_once,
         rolls: args.rolls,

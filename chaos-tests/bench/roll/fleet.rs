@@ -20,8 +20,8 @@ use serde::Serialize;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-use super::load::{LoadOptions, RunningLoad};
-use super::{ClusterOptions, ProcessCluster, checks, until};
+use chaos_tests::processes::load::{LoadOptions, RunningLoad};
+use chaos_tests::processes::{ClusterOptions, ProcessCluster, checks, until};
 
 /// DNS name that resolves to all engines.
 const NAME: &str = "engines.test";
@@ -34,7 +34,7 @@ const RECALLED: usize = 40;
 
 /// Kind of DNS records by which the engines are found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum RollRecords {
+pub(crate) enum RollRecords {
     /// Address records: each engine has its own address, and all have one port.
     A,
     /// Service records: each engine has its own port, and every second one an IPv6 address.
@@ -43,38 +43,38 @@ pub enum RollRecords {
 
 /// Size and settings of the rolls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RollOptions {
+pub(crate) struct RollOptions {
     /// Number of engines.
-    pub engines: u8,
+    pub(crate) engines: u8,
     /// Number of engines replaced at a time.
-    pub at_once: u8,
+    pub(crate) at_once: u8,
     /// Number of times that all engines are replaced.
-    pub rolls: u8,
+    pub(crate) rolls: u8,
     /// Number of requests answered between two steps.
-    pub requests: u64,
+    pub(crate) requests: u64,
     /// Whether the leader is killed in the middle of the last roll.
-    pub is_leader_killed: bool,
+    pub(crate) is_leader_killed: bool,
     /// Kind of DNS records by which the cluster finds the engines.
-    pub records: RollRecords,
+    pub(crate) records: RollRecords,
 }
 
 /// Result of one roll.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct RollReport {
+pub(crate) struct RollReport {
     /// Number of the roll, counted from 1.
-    pub roll: u8,
+    pub(crate) roll: u8,
     /// Number of answered requests.
-    pub answered: u64,
+    pub(crate) answered: u64,
     /// Number of failed requests.
-    pub failed: u64,
+    pub(crate) failed: u64,
     /// Number of requests that were in flight at a killed replica.
-    pub lost: u64,
+    pub(crate) lost: u64,
     /// Percentage of prompt tokens that engines found in their caches.
-    pub hit_percent: f64,
+    pub(crate) hit_percent: f64,
     /// Number of prompts whose engine stayed during a step, and which all replicas knew afterwards.
-    pub recalled: u64,
+    pub(crate) recalled: u64,
     /// Duration of the roll, in seconds.
-    pub took_s: f64,
+    pub(crate) took_s: f64,
 }
 
 /// The name server, which is killed on drop.
@@ -229,7 +229,7 @@ impl FoundEngine {
 ///
 /// # Errors
 /// If the options are invalid, a check fails, or a process does not start.
-pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
+pub(crate) async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     ensure!(
         (1..=options.engines).contains(&options.at_once) && options.engines <= 200,
         "expected 1 to 200 engines, and at most as many at once"

@@ -47,7 +47,7 @@ def arguments():
     parser.add_argument(
         "races", nargs="*", metavar="RACE", help="as below, or all of them: all [basic]"
     )
-    program = here.parents[1] / "target/release/quorate"
+    program = here.parents[2] / "target/release/quorate"
     parser.add_argument("--quorate", default=program, help="the program [%(default)s]")
     parser.add_argument("--routers", help="virtual environment with routers from PyPI")
     parser.add_argument("--seconds", type=int, default=5, help="of each load [%(default)s]")

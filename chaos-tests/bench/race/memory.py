@@ -239,7 +239,7 @@ async def measure(args, name, hold, count, more):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     parser.add_argument(
         "--quorate", default=root / "target/release/quorate", help="the program [%(default)s]"
     )
