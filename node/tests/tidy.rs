@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/alerts.rs"]
+mod alerts;
 #[path = "tidy/dependencies.rs"]
 mod dependencies;
 #[path = "tidy/docs.rs"]
