@@ -13,14 +13,8 @@ use super::fleet::{Fleet, PATIENT, eventually};
 
 fn at(url: String) -> Command {
     Command::PutBackend(BackendSpec {
-        id: "e0".to_owned(),
         url,
-        models: vec!["m".to_owned()],
-        labels: [].into(),
-        capacity_blocks: Some(100_000),
-        kv_events: None,
-        kv_replay: None,
-        role: state::command::BackendRole::Both,
+        ..Engine::at(([127, 0, 0, 1], 1).into()).spec(0)
     })
 }
 

@@ -24,13 +24,9 @@ fn body(answer: &Answer) -> Value {
 fn spec(id: &str, engine: &Engine, models: &[&str]) -> Command {
     Command::PutBackend(BackendSpec {
         id: id.to_owned(),
-        url: format!("http://{}", engine.address),
         models: models.iter().map(ToString::to_string).collect(),
-        labels: [].into(),
         capacity_blocks: Some(4),
-        kv_events: None,
-        kv_replay: None,
-        role: state::command::BackendRole::Both,
+        ..engine.spec(0)
     })
 }
 

@@ -1,9 +1,11 @@
 //! A scripted engine, down to single bytes on the wire.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use state::command::{BackendRole, BackendSpec};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -96,6 +98,20 @@ impl Engine {
             address,
             seen: Arc::default(),
             task: None,
+        }
+    }
+
+    /// Returns the engine as a backend `e{number}` of the model `m`.
+    pub(crate) fn spec(&self, number: usize) -> BackendSpec {
+        BackendSpec {
+            id: format!("e{number}"),
+            url: format!("http://{}", self.address),
+            models: vec!["m".to_owned()],
+            labels: BTreeMap::new(),
+            capacity_blocks: Some(100_000),
+            kv_events: None,
+            kv_replay: None,
+            role: BackendRole::Both,
         }
     }
 

@@ -236,14 +236,8 @@ impl Fleet {
         )));
         for (number, engine) in engines.iter().enumerate() {
             self.apply(Command::PutBackend(BackendSpec {
-                id: format!("e{number}"),
-                url: format!("http://{}", engine.address),
-                models: vec!["m".to_owned()],
                 labels: [("parity".to_owned(), (number % 2).to_string())].into(),
-                capacity_blocks: Some(100_000),
-                kv_events: None,
-                kv_replay: None,
-                role: state::command::BackendRole::Both,
+                ..engine.spec(number)
             }));
         }
     }

@@ -35,7 +35,6 @@ mod picking;
 mod predictions;
 mod ranks;
 mod retries;
-mod rooms;
 mod stalls;
 mod stored;
 mod tenants;

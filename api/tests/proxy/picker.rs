@@ -1,12 +1,12 @@
 //! The endpoint picker, message by message: the protocol of each kind of gateway, the charges, and
 //! gateways that violate the protocol.
 
+use api::proxy::RequestOutcome;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
 use api::proxy::picker::{PickedOutcome, ServedBy};
-use api::proxy::{ProxySettings, RequestOutcome};
 use bytes::Bytes;
 use state::command::Charge;
 use tonic::Code;
@@ -16,10 +16,10 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use super::engine::{DONE, delta, usage_chunk};
-use super::fleet::{Fleet, PATIENT, eventually};
+use super::fleet::eventually;
 use super::picking::{
-    CHAT, ConnectedPicker, EVENTS, Listening, body_of, engines, head_of, header, modes, only,
-    piece_of, plain, start,
+    CHAT, EVENTS, Listening, body_of, engines, head, head_of, header, modes, only, plain, reply,
+    start, start_with, upload,
 };
 
 #[tokio::test]
@@ -74,15 +74,9 @@ async fn a_disconnected_client_is_charged_the_engines_count() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let mut talk = picking.ask(CHAT, 1000, plain()).await;
-    talk.picked().await;
-    talk.streamed().await;
-    talk.begin(EVENTS, None).await;
+    talk.answering().await;
     for text in [delta("a", 1), delta("b", 5)] {
-        talk.say(ProcessingMessage::ResponseBody(piece_of(
-            text.as_bytes(),
-            false,
-        )))
-        .await;
+        talk.say(reply(&text, false)).await;
         body_of(talk.next().await);
     }
     drop(talk);
@@ -160,15 +154,9 @@ async fn local_answers_and_refusals_are_sent_by_the_gateway() {
         assert_eq!(talk.refused().await.0, status, "{path}");
         talk.is_over().await;
     }
-    let one = [&engines[0]];
-    let large = Fleet::start_with(&one, PATIENT, |settings: &mut ProxySettings| {
-        settings.limits.body_bytes_max = 8;
-    });
-    let large = large.await;
-    let mut talk = ConnectedPicker::of(&large)
-        .await
-        .ask(CHAT, 7, plain())
-        .await;
+    let (large, picking) =
+        start_with(&engines, |settings| settings.limits.body_bytes_max = 8).await;
+    let mut talk = picking.ask(CHAT, 7, plain()).await;
     assert_eq!(talk.refused().await.0, 413);
     fleet.is_idle().await;
     large.is_idle().await;
@@ -180,19 +168,13 @@ async fn buffered_bodies_are_answered_after_the_head() {
     let (fleet, picking) = start(&engines).await;
     let buffered = BodySendMode::Buffered;
     for requests in [buffered, BodySendMode::Streamed] {
-        let talk = picking.open().await;
-        let first =
-            ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
-        talk.say_with(first, modes(requests, buffered, false)).await;
-        let mut talk = talk;
+        let mut talk = picking.open().await;
+        talk.say_with(head(), modes(requests, buffered, false))
+            .await;
         let passes = talk.next().await;
         assert!(matches!(passes.response, Some(Heard::RequestHeaders(_))));
         assert_eq!(passes.mode_override.is_some(), requests != buffered);
-        talk.say(ProcessingMessage::RequestBody(piece_of(
-            CHAT.as_bytes(),
-            true,
-        )))
-        .await;
+        talk.say(upload(CHAT, true)).await;
         let (_, changed) = talk.picked().await;
         assert!(header(&changed, "content-length").is_some());
         talk.begin("application/json", None).await;
@@ -222,11 +204,7 @@ async fn streamed_body_pieces_are_answered_individually() {
     talk.begin(EVENTS, None).await;
     let one = delta("a", 4);
     for (data, end) in [(one.as_str(), false), (usage_chunk(), false), (DONE, true)] {
-        talk.say(ProcessingMessage::ResponseBody(piece_of(
-            data.as_bytes(),
-            end,
-        )))
-        .await;
+        talk.say(reply(data, end)).await;
         let piece = body_of(talk.next().await).body_mutation.unwrap().mutation;
         let is_cleared = matches!(piece, Some(Mutation::ClearBody(true)));
         assert_eq!(is_cleared, data == usage_chunk(), "{piece:?}");
@@ -262,13 +240,8 @@ async fn trailers_pass_in_both_directions() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let mut talk = picking.open().await;
-    let head = head_of("POST", "/v1/chat/completions", false);
-    talk.say(ProcessingMessage::RequestHeaders(head)).await;
-    talk.say(ProcessingMessage::RequestBody(piece_of(
-        CHAT.as_bytes(),
-        false,
-    )))
-    .await;
+    talk.say(head()).await;
+    talk.say(upload(CHAT, false)).await;
     talk.say(ProcessingMessage::RequestTrailers(HttpTrailers::default()))
         .await;
     talk.picked().await;
@@ -280,11 +253,7 @@ async fn trailers_pass_in_both_directions() {
         }
     }
     talk.begin(EVENTS, None).await;
-    talk.say(ProcessingMessage::ResponseBody(piece_of(
-        DONE.as_bytes(),
-        false,
-    )))
-    .await;
+    talk.say(reply(DONE, false)).await;
     talk.say(ProcessingMessage::ResponseTrailers(HttpTrailers::default()))
         .await;
     body_of(talk.next().await);
@@ -326,17 +295,11 @@ async fn gateways_that_send_no_bodies_get_a_configuration_hint() {
 async fn messages_out_of_order_end_the_stream_with_an_error() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
-    let piece = || ProcessingMessage::ResponseBody(piece_of(b"x", false));
-    let again =
-        || ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
+    let piece = || reply("x", false);
     let mut talk = picking.open().await;
     talk.say(piece()).await;
     assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
-    for said in [
-        piece(),
-        again(),
-        ProcessingMessage::RequestBody(piece_of(b"x", true)),
-    ] {
+    for said in [piece(), head(), upload("x", true)] {
         let mut talk = picking.ask(CHAT, 1000, plain()).await;
         talk.picked().await;
         talk.streamed().await;
@@ -344,10 +307,8 @@ async fn messages_out_of_order_end_the_stream_with_an_error() {
         assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
     }
     let mut talk = picking.ask(CHAT, 1000, plain()).await;
-    talk.picked().await;
-    talk.streamed().await;
-    talk.begin(EVENTS, None).await;
-    talk.say(again()).await;
+    talk.answering().await;
+    talk.say(head()).await;
     assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
     fleet.is_idle().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 5);

@@ -10,26 +10,14 @@ use api::proxy::{Charges, ProxySettings, RequestOutcome};
 use tonic::{Code, Status};
 
 use super::engine::{DONE, delta};
-use super::fleet::{Fleet, PATIENT};
+use super::fleet::Fleet;
 use super::picking::{
-    CHAT, ConnectedPicker, EVENTS, InProcessPicker, Talk, body_of, engines, head_of, modes,
-    piece_of, plain, start,
+    CHAT, InProcessPicker, Talk, body_of, engines, head, modes, plain, reply, start, start_with,
+    upload,
 };
 
 const STREAMED: BodySendMode = BodySendMode::Streamed;
 const BUFFERED: BodySendMode = BodySendMode::Buffered;
-
-fn head() -> ProcessingMessage {
-    ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
-}
-
-fn upload(data: &str, end: bool) -> ProcessingMessage {
-    ProcessingMessage::RequestBody(piece_of(data.as_bytes(), end))
-}
-
-fn answer(data: &str, end: bool) -> ProcessingMessage {
-    ProcessingMessage::ResponseBody(piece_of(data.as_bytes(), end))
-}
 
 #[tokio::test]
 async fn the_response_body_mode_is_sent_again() {
@@ -82,18 +70,12 @@ async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
 async fn the_withheld_end_of_an_answer_precedes_its_trailers() {
     let engines = engines().await;
     for mode in [STREAMED, BUFFERED] {
-        let both = [&engines[0], &engines[1]];
-        let fleet = Fleet::start_with(&both, PATIENT, |settings: &mut ProxySettings| {
-            settings.charges = Charges::Durable;
-        });
-        let fleet = fleet.await;
+        let durable = |settings: &mut ProxySettings| settings.charges = Charges::Durable;
+        let (fleet, picking) = start_with(&engines, durable).await;
         fleet.keep_flushing();
-        let picking = ConnectedPicker::of(&fleet).await;
         let duplex = BodySendMode::FullDuplexStreamed;
         let mut talk = picking.ask(CHAT, 1000, modes(duplex, mode, false)).await;
-        talk.picked().await;
-        talk.streamed().await;
-        talk.begin(EVENTS, None).await;
+        talk.answering().await;
         let text = delta("a", 1);
         let pieces = match mode == BUFFERED {
             true => vec![format!("{text}{DONE}")],
@@ -101,7 +83,7 @@ async fn the_withheld_end_of_an_answer_precedes_its_trailers() {
         };
         let mut whole = String::new();
         for piece in &pieces {
-            whole += &passed(&mut talk, answer(piece, false)).await;
+            whole += &passed(&mut talk, reply(piece, false)).await;
         }
         assert!(whole.contains("\"content\":\"a\""), "{mode:?}: {whole}");
         assert!(whole.ends_with(DONE), "{mode:?}: {whole}");
@@ -119,12 +101,10 @@ async fn the_withheld_end_of_an_answer_precedes_its_trailers() {
 #[tokio::test]
 async fn an_oversize_picker_message_is_refused() {
     let engines = engines().await;
-    let both = [&engines[0], &engines[1]];
-    let fleet = Fleet::start_with(&both, PATIENT, |settings| {
+    let (fleet, picking) = start_with(&engines, |settings| {
         settings.limits.body_bytes_max = 200;
-    });
-    let fleet = fleet.await;
-    let picking = ConnectedPicker::of(&fleet).await;
+    })
+    .await;
     let long = "x".repeat(3 << 20);
     let mut talk = picking.open().await;
     talk.say_with(head(), modes(BUFFERED, BUFFERED, false))
@@ -139,10 +119,8 @@ async fn an_oversize_picker_message_is_refused() {
     let mut talk = picking
         .ask(CHAT, 1000, modes(duplex, BUFFERED, false))
         .await;
-    talk.picked().await;
-    talk.streamed().await;
-    talk.begin(EVENTS, None).await;
-    talk.say(answer(&long, true)).await;
+    talk.answering().await;
+    talk.say(reply(&long, true)).await;
     let why = talk.fails().await;
     assert_eq!(why.code(), Code::ResourceExhausted, "{why}");
     assert!(why.message().contains("limits.max_body"), "{why}");

@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use tonic::Code;
 
 use super::fleet::eventually;
-use super::picking::{CHAT, engines, head_of, headers, modes, piece_of, plain, start};
+use super::picking::{
+    CHAT, engines, head, head_of, headers, modes, piece_of, plain, start, upload,
+};
 
 /// A message of any kind.
 fn any_message() -> impl Strategy<Value = Message> {
@@ -152,10 +154,7 @@ fn name(said: &Message) -> &'static str {
 }
 
 fn begun() -> Vec<Message> {
-    vec![
-        Message::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
-        Message::RequestBody(piece_of(CHAT.as_bytes(), true)),
-    ]
+    vec![head(), upload(CHAT, true)]
 }
 
 #[test]

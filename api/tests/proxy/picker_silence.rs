@@ -22,8 +22,7 @@ use tonic::transport::Endpoint;
 use super::engine::{DONE, delta};
 use super::fleet::{Fleet, PATIENT, eventually};
 use super::picking::{
-    CHAT, EVENTS, InProcessPicker, Listening, Talk, body_of, engines, head_of, modes, piece_of,
-    plain,
+    CHAT, InProcessPicker, Listening, Talk, body_of, engines, head, modes, plain, reply, upload,
 };
 
 /// Starts a picker in this process, with waits shorter than a test.
@@ -38,10 +37,6 @@ async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, InProcessPicke
     let fleet = fleet.await;
     let picking = InProcessPicker::of(&fleet);
     (fleet, picking)
-}
-
-fn head() -> ProcessingMessage {
-    ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
 }
 
 async fn picked(picking: &InProcessPicker) -> Talk {
@@ -84,10 +79,7 @@ async fn a_body_that_stops_halfway_is_refused() {
         let mut talk = picking.open().unwrap();
         talk.say_with(head(), modes(mode, mode, false)).await;
         match mode == duplex {
-            true => {
-                talk.say(ProcessingMessage::RequestBody(piece_of(b"{", false)))
-                    .await;
-            }
+            true => talk.say(upload("{", false)).await,
             false => drop(talk.next().await),
         }
         let (status, body) = talk.refused().await;
@@ -110,7 +102,7 @@ async fn a_slow_body_has_a_total_timeout() {
     tokio::spawn(async move {
         let mut ticks = interval(Duration::from_secs(20));
         let piece = || ProcessingRequest {
-            request: Some(ProcessingMessage::RequestBody(piece_of(b" ", false))),
+            request: Some(upload(" ", false)),
             ..plain()
         };
         while say.send(piece()).await.is_ok() {
@@ -135,10 +127,10 @@ async fn a_gateway_without_an_answer_times_out() {
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_stops_halfway_ends_the_stream() {
     let (fleet, picking) = here(|_| {}).await;
-    let mut talk = picked(&picking).await;
-    talk.begin(EVENTS, None).await;
-    let piece = piece_of(delta("a", 3).as_bytes(), false);
-    talk.say(ProcessingMessage::ResponseBody(piece)).await;
+    let mut talk = picking.open().unwrap();
+    talk.ask(CHAT, 1000, plain()).await;
+    talk.answering().await;
+    talk.say(reply(&delta("a", 3), false)).await;
     let told = talk.streamed().await;
     assert!(told.contains("\"error\""), "its client is told: {told}");
     talk.is_over().await;
@@ -154,16 +146,10 @@ async fn a_complete_answer_does_not_wait_for_its_gateway() {
     let (duplex, streamed) = (BodySendMode::FullDuplexStreamed, BodySendMode::Streamed);
     let mut talk = picking.open().unwrap();
     talk.ask(CHAT, 1000, modes(duplex, streamed, true)).await;
-    talk.picked().await;
-    talk.streamed().await;
-    talk.begin(EVENTS, None).await;
+    talk.answering().await;
     // The end passes with this piece, because it may be the last one before trailers.
     let all = format!("{}{DONE}", delta("a", 1));
-    talk.say(ProcessingMessage::ResponseBody(piece_of(
-        all.as_bytes(),
-        false,
-    )))
-    .await;
+    talk.say(reply(&all, false)).await;
     body_of(talk.next().await);
     assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
     fleet.is_idle().await;
@@ -232,12 +218,9 @@ async fn a_slowly_reading_gateway_does_not_keep_its_engine() {
         let (fleet, picking) = here(|_| {}).await;
         let mut talk = picking.open().unwrap();
         talk.ask(CHAT, 1000, modes(duplex, mode, true)).await;
-        talk.picked().await;
-        talk.streamed().await;
-        talk.begin(EVENTS, None).await;
+        talk.answering().await;
         for _ in 0..PIECES {
-            let piece = piece_of(delta("a", 1).as_bytes(), false);
-            talk.say(ProcessingMessage::ResponseBody(piece)).await;
+            talk.say(reply(&delta("a", 1), false)).await;
         }
         let mut ticks = interval(Duration::from_secs(4));
         let mut heard = 0;

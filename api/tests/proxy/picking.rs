@@ -4,7 +4,6 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use api::proxy::DrainResult;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
 use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
@@ -14,6 +13,7 @@ use api::proxy::picker::ext_proc::{
     Metadata, ProcessingRequest, ProcessingResponse, ProtocolConfiguration,
 };
 use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
+use api::proxy::{DrainResult, ProxySettings};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::{self, BoxStream, Stream};
@@ -229,6 +229,13 @@ impl Talk {
         }
     }
 
+    /// Takes a decision and the request's body, and sends the headers of a streamed response.
+    pub(super) async fn answering(&mut self) {
+        self.picked().await;
+        self.streamed().await;
+        self.begin(EVENTS, None).await;
+    }
+
     /// Sends response headers with content type `kind`, as from the endpoint `served` if given.
     /// Returns the picker's header changes.
     pub(super) async fn begin(&mut self, kind: &str, served: Option<&str>) -> HeaderMutation {
@@ -297,6 +304,21 @@ pub(super) fn piece_of(data: &[u8], end_of_stream: bool) -> HttpBody {
         body: Bytes::copy_from_slice(data),
         end_of_stream,
     }
+}
+
+/// Returns the head of a chat request.
+pub(super) fn head() -> ProcessingMessage {
+    ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+}
+
+/// Returns a piece of a request's body.
+pub(super) fn upload(data: &str, end: bool) -> ProcessingMessage {
+    ProcessingMessage::RequestBody(piece_of(data.as_bytes(), end))
+}
+
+/// Returns a piece of a response's body.
+pub(super) fn reply(data: &str, end: bool) -> ProcessingMessage {
+    ProcessingMessage::ResponseBody(piece_of(data.as_bytes(), end))
 }
 
 pub(super) fn headers(fields: &[(&str, &str)]) -> HeaderMap {
@@ -378,7 +400,15 @@ pub(super) async fn engines() -> [Engine; 2] {
 }
 
 pub(super) async fn start(engines: &[Engine; 2]) -> (Fleet, ConnectedPicker) {
-    let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
+    start_with(engines, |_| {}).await
+}
+
+pub(super) async fn start_with(
+    engines: &[Engine; 2],
+    change: impl FnOnce(&mut ProxySettings),
+) -> (Fleet, ConnectedPicker) {
+    let both = [&engines[0], &engines[1]];
+    let fleet = Fleet::start_with(&both, PATIENT, change).await;
     let picking = ConnectedPicker::of(&fleet).await;
     (fleet, picking)
 }

@@ -25,14 +25,8 @@ async fn fleet(
     for (number, engine) in engines.iter().enumerate() {
         let knows = salted.contains(&number).to_string();
         fleet.apply(Command::PutBackend(BackendSpec {
-            id: format!("e{number}"),
-            url: format!("http://{}", engine.address),
-            models: vec!["m".to_owned()],
             labels: [("cache-salt".to_owned(), knows)].into(),
-            capacity_blocks: Some(100_000),
-            kv_events: None,
-            kv_replay: None,
-            role: state::command::BackendRole::Both,
+            ..engine.spec(number)
         }));
     }
     for (user, scope) in [
