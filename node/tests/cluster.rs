@@ -36,8 +36,6 @@ mod otlp;
 mod ranks;
 #[path = "cluster/recordings.rs"]
 mod recordings;
-#[path = "cluster/rooms.rs"]
-mod rooms;
 #[path = "cluster/scaling.rs"]
 mod scaling;
 #[path = "../../chaos-tests/src/gateway/mod.rs"]
@@ -138,12 +136,12 @@ struct Replica {
     config: Config,
     addresses: Addresses,
     shutdown: ShutdownHandle,
-    started: oneshot::Receiver<Started>,
+    started: oneshot::Receiver<FromInside>,
     running: JoinHandle<anyhow::Result<()>>,
 }
 
 /// Access to a replica from inside its process.
-struct Started {
+struct FromInside {
     cluster: Arc<dyn api::ports::Cluster>,
     lose_state: Box<dyn Fn() + Send + Sync>,
 }
@@ -158,7 +156,7 @@ impl Replica {
             let running = app.start().await?;
             let (cluster, lose_state) = (running.cluster(), Box::new(running.state_loss()));
             // Few tests receive this.
-            drop(tell.send(Started {
+            drop(tell.send(FromInside {
                 cluster,
                 lose_state,
             }));
@@ -234,6 +232,43 @@ fn cluster_with(
     sockets.into_iter().enumerate().map(start).collect()
 }
 
+/// Folder, engines, replicas, client and addresses of a cluster.
+type Started<R, A> = (TempDir, Vec<EngineHandle>, R, Http, A);
+
+/// Starts replicas in front of new engines, and waits until they are ready.
+async fn started(count: usize, of_engines: usize) -> Started<Vec<Replica>, Vec<Addresses>> {
+    started_with(count, of_engines, |_| {}).await
+}
+
+/// Starts replicas as [`started`] does, with changed configs.
+async fn started_with(
+    count: usize,
+    of_engines: usize,
+    set: impl FnMut(&mut Config),
+) -> Started<Vec<Replica>, Vec<Addresses>> {
+    let (dir, engines) = (TempDir::new().unwrap(), engines(of_engines).await);
+    let replicas = cluster_with(count, &engines, &dir, set);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    (dir, engines, replicas, http, at)
+}
+
+/// Starts a cluster of one replica, and waits until it is ready.
+async fn started_alone(
+    of_engines: usize,
+    set: impl FnMut(&mut Config),
+) -> Started<Replica, Addresses> {
+    let (dir, engines, mut replicas, http, at) = started_with(1, of_engines, set).await;
+    (dir, engines, replicas.remove(0), http, at[0])
+}
+
+/// Drains replicas one after another.
+async fn leave(replicas: Vec<Replica>) {
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
 fn addresses(replicas: &[Replica]) -> Vec<Addresses> {
     replicas.iter().map(|replica| replica.addresses).collect()
 }
@@ -246,11 +281,7 @@ fn matched(headers: &HeaderMap) -> u32 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn three_replicas_share_learned_state() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(2).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 2).await;
 
     for user in ["ada", "bo", "cy"] {
         let first = http.chat(&at[0], user, "Is the lamp lit?").await;
@@ -268,28 +299,18 @@ async fn three_replicas_share_learned_state() {
     }
     http.quiet(&at[0]).await;
     http.agree(&at).await;
-    let (_, users) = http
-        .get(&format!("http://{}/admin/v1/users", at[2].admin))
-        .await;
+    let (_, users) = http.admin(at[2].admin, "users").await;
     assert_eq!(users["users"].as_array().unwrap().len(), 3, "{users}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_returning_replica_catches_up() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
     http.chat(&at[0], "ada", "Is the lamp lit?").await;
 
     // The leader leaves, and the others continue under a new one.
-    let (_, cluster) = http
-        .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
-        .await;
+    let (_, cluster) = http.admin(at[0].admin, "cluster").await;
     let leader = usize::try_from(cluster["leader"].as_u64().unwrap()).unwrap() - 1;
     let gone = replicas.remove(leader).leave().await;
     let rest = addresses(&replicas);
@@ -307,18 +328,12 @@ async fn a_returning_replica_catches_up() {
     http.agree(&at).await;
     let headers = http.chat(&at[leader], "bo", "Who is there?").await;
     assert!(matched(&headers) >= 2, "{headers:?}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lone_replica_keeps_its_state_across_a_restart() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replica = cluster(1, &engines, &dir).remove(0);
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
     let before = http.chat(&at, "ada", "Is the lamp lit?").await;
     assert_eq!(matched(&before), 0, "{before:?}");
 
@@ -331,11 +346,7 @@ async fn a_lone_replica_keeps_its_state_across_a_restart() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_without_state_recovers_it_from_the_others() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
     http.chat(&at[0], "ada", "Is the lamp lit?").await;
     http.quiet(&at[0]).await;
     http.agree(&at).await;
@@ -352,7 +363,7 @@ async fn a_replica_without_state_recovers_it_from_the_others() {
         writer.submit(put).await.unwrap();
     }
     let is_mended = async || {
-        let page = http.text(&format!("http://{}/metrics", at[2].admin)).await;
+        let page = http.metrics(at[2].admin).await;
         page.contains("quorate_state_digest_mismatch_total")
             && !page.contains("quorate_state_digest_mismatch_total 0")
             && page.contains("quorate_state_is_minority 0")
@@ -362,20 +373,14 @@ async fn a_replica_without_state_recovers_it_from_the_others() {
     http.agree(&at).await;
     let headers = http.chat(&at[2], "ada", "What is the time?").await;
     assert!(matched(&headers) >= 2, "{headers:?}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_are_prefixed_by_their_area() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replica = cluster(1, &engines, &dir).remove(0);
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
     http.chat(&at, "ada", "Is the lamp lit?").await;
-    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let page = http.metrics(at.admin).await;
     let areas: BTreeSet<&str> = page
         .lines()
         .filter(|line| !line.starts_with('#'))
@@ -394,11 +399,7 @@ async fn metrics_are_prefixed_by_their_area() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_draining_replica_finishes_its_requests() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replica = cluster(1, &engines, &dir).remove(0);
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
 
     let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 400, "stream": true });
     let request = Request::post(format!("http://{}/v1/completions", at.data))
@@ -424,11 +425,7 @@ async fn a_draining_replica_finishes_its_requests() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_without_quorum_serves_degraded() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
     http.chat(&at[0], "ada", "Is the lamp lit?").await;
     http.quiet(&at[0]).await;
     http.agree(&at).await;
@@ -492,11 +489,7 @@ fn seen(answer: &Value) -> Vec<Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replicas_explain_a_request_equally_under_every_policy() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(3).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 3).await;
     for (nth, user) in ["ada", "bo", "cy", "ada", "bo"].into_iter().enumerate() {
         http.chat(&at[nth % 3], user, "Is the lamp lit?").await;
     }
@@ -547,7 +540,5 @@ async fn replicas_explain_a_request_equally_under_every_policy() {
             "{last:#}"
         );
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

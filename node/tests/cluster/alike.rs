@@ -72,11 +72,7 @@ async fn alike(http: &Http, replicas: &[Addresses], prompt: &str) -> Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replicas_explain_equally_before_and_after_a_restart() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(2).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 2).await;
 
     let is_learnt = async |rounds: usize| {
         for number in 0..rounds {
@@ -116,7 +112,5 @@ async fn replicas_explain_equally_before_and_after_a_restart() {
         assert!(now.abs_diff(then) <= then / 100, "{then} before: {after}");
         assert_ne!(after["tokens"], TOKENS_UNLEARNT, "{after}");
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

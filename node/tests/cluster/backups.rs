@@ -86,9 +86,7 @@ async fn a_new_cluster_continues_from_a_backup() {
     assert!(refusal.contains("already exists"), "{refusal}");
     done(&at[2], &["backup", file, "--force"]).await;
     let (users_before, owned_before) = (users(&http, &at[0]).await, owned(&http, &at[0]).await);
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 
     let lost = TempDir::new().unwrap();
     let replicas = cluster(3, &engines, &lost);
@@ -123,7 +121,5 @@ async fn a_new_cluster_continues_from_a_backup() {
     std::fs::write(file, damaged).unwrap();
     let refusal = failed(&at[0], &["restore", file, "--force"]).await;
     assert!(refusal.contains("backup damaged at byte"), "{refusal}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

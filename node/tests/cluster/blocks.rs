@@ -72,7 +72,7 @@ async fn an_engine_with_another_block_size_is_exact_without_config() {
     let url = format!("http://{}/v1/completions", at.data);
     let (status, _, answer) = http.send(Method::POST, &url, &body).await;
     assert_eq!(status, StatusCode::OK, "{answer}");
-    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let page = http.metrics(at.admin).await;
     for line in [
         "quorate_backend_block_size_tokens{backend=\"engine-0\"} 64",
         "quorate_backend_block_size_unfit{backend=\"engine-0\"} 0",

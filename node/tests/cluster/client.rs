@@ -1,6 +1,7 @@
 //! A client for tests, for clients' and operators' requests.
 
 use std::cell::Cell;
+use std::net::SocketAddr;
 
 use futures_util::future::join_all;
 
@@ -35,6 +36,16 @@ impl Http {
         (answer.status, answer.json().unwrap_or(Value::Null))
     }
 
+    /// Returns the status and answer of `GET /admin/v1/` with `path`.
+    pub(super) async fn admin(&self, at: SocketAddr, path: &str) -> (StatusCode, Value) {
+        self.get(&format!("http://{at}/admin/v1/{path}")).await
+    }
+
+    /// Returns the metrics of the replica whose admin listener is `at`.
+    pub(super) async fn metrics(&self, at: SocketAddr) -> String {
+        self.text(&format!("http://{at}/metrics")).await
+    }
+
     /// Sends one question of a conversation and returns the headers.
     pub(super) async fn chat(&self, at: &Addresses, user: &str, question: &str) -> HeaderMap {
         let messages = json!([
@@ -50,9 +61,7 @@ impl Http {
     }
 
     pub(super) async fn digest(&self, at: &Addresses) -> Value {
-        let (status, digest) = self
-            .get(&format!("http://{}/admin/v1/digest", at.admin))
-            .await;
+        let (status, digest) = self.admin(at.admin, "digest").await;
         assert_eq!(status, StatusCode::OK, "{digest}");
         digest
     }

@@ -28,10 +28,7 @@ async fn ask(http: &Http, at: &Addresses, id: &str) -> HeaderMap {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_past_decision_is_found_at_its_replica() {
-    let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 2).await;
     for (number, at) in at.iter().enumerate() {
         let id = format!("ask-{}", number + 1);
         let headers = ask(&http, at, &id).await;
@@ -67,17 +64,12 @@ async fn a_past_decision_is_found_at_its_replica() {
     );
     let found = done(&at[0], &["explain", "--request-id", "ask-3", "--all"]).await;
     assert!(found.contains("decided by replica 3"), "{found}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn log_replay_reproduces_a_replicas_state() {
-    let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
-    let replicas = cluster(1, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (dir, _engines, replicas, http, at) = started(1, 2).await;
     let at = at[0];
     http.chat(&at, "ada", "Is the lamp lit?").await;
     http.quiet(&at).await;
@@ -95,9 +87,7 @@ async fn log_replay_reproduces_a_replicas_state() {
     let data = data.to_str().unwrap();
     let in_use = failed(&at, &["log", "replay", "--data-dir", data]).await;
     assert!(in_use.contains("a replica runs on it"), "{in_use}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
     let index = past["index"].to_string();
     let replay = ["log", "replay", "--data-dir", data, "--to", &index];
     let shown = done(&at, &[&replay[..], &["--json"]].concat()).await;

@@ -146,9 +146,7 @@ async fn every_dialect_reports_usage_whole_and_streamed() {
         assert_eq!((first[0], first[1]), (second[0], 0), "{path}");
         assert!(second[1] >= 64, "{path}: the prompt is cached: {second:?}");
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -207,7 +205,5 @@ async fn embeddings_are_computed_cached_and_equal() {
     assert_eq!(status, StatusCode::NOT_FOUND);
     let message = unknown["error"]["message"].as_str().unwrap();
     assert!(message.contains("this is an emulated engine"), "{message}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

@@ -104,7 +104,7 @@ async fn discovered_backends_follow_the_file_and_survive_an_empty_one() {
     write_text(&file, "[");
     let is_broken = async || source(&http, &at[0]).await["error"].is_string();
     until("the broken file is told", is_broken).await;
-    let page = http.text(&format!("http://{}/metrics", at[0].admin)).await;
+    let page = http.metrics(at[0].admin).await;
     let failing = "\nquorate_discovery_is_failing{source=\"rack\"} ";
     assert!(page.contains(&format!("{failing}1\n")), "{page}");
     assert_eq!(registered(&http, &at[0]).await, ["rack-e0", "rack-e1"]);
@@ -127,7 +127,7 @@ async fn discovered_backends_follow_the_file_and_survive_an_empty_one() {
         r#"quorate_discovery_changes_total{source="rack",change="forgotten"} 2"#,
     ] {
         let is_shown = async || {
-            let page = http.text(&format!("http://{}/metrics", at[0].admin)).await;
+            let page = http.metrics(at[0].admin).await;
             page.contains(line)
         };
         until(line, is_shown).await;
@@ -159,9 +159,7 @@ async fn a_new_leader_continues_discovery() {
     let draining = format!("{kept}-");
     let is_lost = async || registered(&http, &at[0]).await.contains(&draining);
     until("it drains", is_lost).await;
-    let (_, status) = http
-        .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
-        .await;
+    let (_, status) = http.admin(at[0].admin, "cluster").await;
     let leader = usize::try_from(status["leader"].as_u64().unwrap()).unwrap() - 1;
     let gone = replicas.remove(leader);
     gone.shutdown.abort();
@@ -173,9 +171,7 @@ async fn a_new_leader_continues_discovery() {
     let again = http.chat(&left[0], "ada", "Is the lamp lit?").await;
     assert_eq!(again["x-quorate-backend"], kept.as_str());
     assert!(matched(&again) >= 2, "{again:?}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 /// Sends requests until stopped; every response must be successful.
@@ -211,9 +207,7 @@ async fn sixteen_engines_roll_under_load_during_a_leader_crash() {
     };
     are(&at, &ids(0..8)).await;
     http.ready(&at).await;
-    let (_, status) = http
-        .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
-        .await;
+    let (_, status) = http.admin(at[0].admin, "cluster").await;
     let leader = usize::try_from(status["leader"].as_u64().unwrap()).unwrap() - 1;
     let gone = replicas.remove(leader);
     let left = addresses(&replicas);
@@ -240,7 +234,5 @@ async fn sixteen_engines_roll_under_load_during_a_leader_crash() {
         assert!(load.await.unwrap() > 0);
     }
     http.agree(&left).await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

@@ -73,11 +73,7 @@ async fn settle(http: &Http, at: &[Addresses]) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_conversation_keeps_its_engine_through_any_picker() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(3).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 3).await;
     let gateway = gateway(&at);
     let mut last = vec![String::new(); CHATS];
     let (mut same, mut all) = (0, 0);
@@ -97,19 +93,13 @@ async fn a_conversation_keeps_its_engine_through_any_picker() {
     assert!(same * 100 >= all * SAME_ENGINE, "{same} of {all}");
     let used: BTreeSet<_> = last.iter().collect();
     assert_eq!(used.len(), 3, "{used:?}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 /// Returns all users' counters after the same conversations, and the number of matched blocks. With
 /// `is_mixed`, pickers get every second turn. Half of the responses stream.
 async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(2).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 2).await;
     let gateway = gateway(&at);
     let mut found = 0;
     for nth in 0..3 {
@@ -133,12 +123,8 @@ async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
             settle(&http, &at).await;
         }
     }
-    let (_, users) = http
-        .get(&format!("http://{}/admin/v1/users", at[0].admin))
-        .await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    let (_, users) = http.admin(at[0].admin, "users").await;
+    leave(replicas).await;
     let users = users["users"].as_array().unwrap();
     let told = users.iter().map(|user| {
         let name = user["name"].as_str().unwrap().to_owned();
@@ -158,11 +144,7 @@ async fn requests_count_equally_through_picker_and_data_port() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_body_mode_gives_equal_answers() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replica = lone_replica(&engines, &dir, |_| {});
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
     // With waiting streamed bodies, the gateway is asked for whole bodies.
     for (bodies, waits_for_heads) in [
         (BodySendMode::FullDuplexStreamed, false),
@@ -209,11 +191,7 @@ async fn every_body_mode_gives_equal_answers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_users_limit_spans_picker_and_data_port() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 1).await;
     let user = format!("http://{}/admin/v1/users/body:ada", at[0].admin);
     let limits = json!({ "limits": { "requests": 2, "window_ms": 3_600_000 } });
     let is_set = async || http.send(Method::PUT, &user, &limits).await.0 == StatusCode::OK;
@@ -236,20 +214,15 @@ async fn a_users_limit_spans_picker_and_data_port() {
     let told: Value = serde_json::from_slice(&answer.body).unwrap();
     assert_eq!(told["error"]["code"], "rate_limit_exceeded");
     assert!(answer.headers.contains_key("retry-after"));
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_wait_for_a_place_at_any_picker() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replicas = cluster_with(3, &engines, &dir, |config| {
+    let (_dir, engines, replicas, http, at) = started_with(3, 1, |config| {
         config.admission.concurrency = state::admission::Concurrency::Fixed(2);
-    });
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    })
+    .await;
     let mut open = engines[0].watch_open();
     let most = tokio::spawn(async move {
         let mut most = 0;
@@ -268,9 +241,7 @@ async fn requests_wait_for_a_place_at_any_picker() {
         engine_of(&answer.await.unwrap());
     }
     settle(&http, &at).await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
     for engine in engines {
         engine.stop().await;
     }
@@ -280,14 +251,8 @@ async fn requests_wait_for_a_place_at_any_picker() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_pick_fails_when_the_leader_leaves() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(2).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
-    let (_, cluster) = http
-        .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
-        .await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 2).await;
+    let (_, cluster) = http.admin(at[0].admin, "cluster").await;
     let leader = usize::try_from(cluster["leader"].as_u64().unwrap()).unwrap() - 1;
     let gateway = gateway(&at);
     for nth in 0..6 {
@@ -303,18 +268,12 @@ async fn no_pick_fails_when_the_leader_leaves() {
     let rest = addresses(&replicas);
     http.ready(&rest).await;
     settle(&http, &rest).await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gateway_client_that_disconnects_leaves_nothing_behind() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replica = lone_replica(&engines, &dir, |_| {});
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
     let gateway = gateway(&[at]);
     let body = json!({
         "model": "emulated", "prompt": SYSTEM, "max_tokens": 4000, "stream": true, "user": "ada",
@@ -326,7 +285,7 @@ async fn a_gateway_client_that_disconnects_leaves_nothing_behind() {
     let answer = gateway.send(&request).await.unwrap();
     assert!(!answer.body.ends_with(b"[DONE]\n\n"));
     http.quiet(&at).await;
-    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let page = http.metrics(at.admin).await;
     let line = "quorate_picker_requests_total{outcome=\"picked\"} 1\n";
     assert!(page.contains(line), "{page}");
     replica.leave().await;
@@ -334,11 +293,7 @@ async fn a_gateway_client_that_disconnects_leaves_nothing_behind() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gateway_falls_back_to_the_second_endpoint() {
-    let dir = TempDir::new().unwrap();
-    let mut engines = engines(2).await;
-    let replica = lone_replica(&engines, &dir, |_| {});
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    let (_dir, mut engines, replica, http, at) = started_alone(2, |_| {}).await;
     let gateway = gateway(&[at]);
     let first = engine_of(&gateway.send(&turn("ada", 0, false)).await.unwrap());
     let number: usize = first.strip_prefix("engine-").unwrap().parse().unwrap();
@@ -346,7 +301,7 @@ async fn a_gateway_falls_back_to_the_second_endpoint() {
     let second = engine_of(&gateway.send(&turn("ada", 0, false)).await.unwrap());
     assert_ne!(first, second);
     http.quiet(&at).await;
-    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let page = http.metrics(at.admin).await;
     let line = "quorate_picker_served_total{by=\"further\"} 1\n";
     assert!(page.contains(line), "{page}");
     replica.leave().await;
@@ -385,11 +340,7 @@ async fn assert_says(at: &Addresses, expected: ServingStatus) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn picker_health_checks_serve_with_and_without_a_quorum() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
     // All of them, regardless of the leader.
     for at in &at {
         assert_says(at, ServingStatus::Serving).await;

@@ -23,11 +23,7 @@ async fn ask(at: &Addresses, secret: &str) -> (u16, Value) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_api_key_works_and_ends_on_all_replicas() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (dir, _engines, mut replicas, http, at) = started(3, 1).await;
 
     // Refused until every member is known to decode it.
     let made = tokio::sync::Mutex::new(Vec::new());
@@ -68,9 +64,7 @@ async fn an_api_key_works_and_ends_on_all_replicas() {
     http.agree(&at).await;
     assert_eq!(ask(&at[1], &revoked).await, refused);
     assert_eq!(ask(&at[1], &kept).await, (200, Value::Null));
-    let (_, users) = http
-        .get(&format!("http://{}/admin/v1/users/ada", at[1].admin))
-        .await;
+    let (_, users) = http.admin(at[1].admin, "users/ada").await;
     assert_eq!(users["name"], "ada", "{users}");
 
     // No file contains a secret.
@@ -93,11 +87,7 @@ async fn an_api_key_works_and_ends_on_all_replicas() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_budget_spent_on_one_replica_is_spent_on_all() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 1).await;
 
     let user = format!("http://{}/admin/v1/users/ada", at[1].admin);
     let budget = json!({ "budget": { "day": 1 } });
@@ -130,18 +120,12 @@ async fn a_budget_spent_on_one_replica_is_spent_on_all() {
         ask(&at[2], secret).await == (200, Value::Null)
     };
     until("the budget is there again", is_forgiven).await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_isolated_replica_refuses_keys_until_it_reconnects() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
     let (mut config, addresses) = replicas.remove(0).leave().await;
     config.users.when_stale = WhenStale::Refuse;
     config.users.stale_after = Parsed(Duration::ZERO);
@@ -179,11 +163,7 @@ async fn an_isolated_replica_refuses_keys_until_it_reconnects() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn user_defaults_apply_on_all_replicas_and_after_a_restart() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
 
     let defaults = format!("http://{}/admin/v1/user-defaults", at[1].admin);
     let one_token = json!({ "weight_milli": 500, "budget": { "day": 1 } });
@@ -232,7 +212,5 @@ async fn user_defaults_apply_on_all_replicas_and_after_a_restart() {
     }
     let (_, shown) = http.get(&user("ada")).await;
     assert_eq!(shown["weight_milli"], 1000, "{shown}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

@@ -252,9 +252,7 @@ fn named_metrics() -> BTreeSet<String> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_metrics_reference_matches_a_replica() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replica = lone_replica(&engines, &dir, |config| {
+    let (_dir, _engines, replica, http, at) = started_alone(1, |config| {
         config.discovery = vec![discovery::file_source(&dir.path().join("none.json"))];
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
@@ -262,9 +260,8 @@ async fn the_metrics_reference_matches_a_replica() {
             block_size: None,
             pairs: Default::default(),
         }];
-    });
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    })
+    .await;
     http.chat(&at, "ada", "Is the lamp lit?").await;
 
     // One rejected request, for the reasons.
@@ -279,10 +276,10 @@ async fn the_metrics_reference_matches_a_replica() {
     assert_eq!(status, StatusCode::TOO_MANY_REQUESTS, "{answer}");
 
     for family in ["process_cpu_seconds_total", "process_resident_memory_bytes"] {
-        let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+        let page = http.metrics(at.admin).await;
         assert!(page.contains(&format!("\n{family} ")), "{page}");
     }
-    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let page = http.metrics(at.admin).await;
     let page = [&page, IN_TROUBLE].concat();
     assert_eq!(lint(&page), Vec::<String>::new());
     series(&page).assert_bounded();
@@ -320,7 +317,7 @@ async fn series_counts_match_the_reference_at_512_backends() {
         config.probes.interval = Parsed(Duration::from_secs(3600));
     });
     let (http, at) = (Http::new(), replica.addresses);
-    let scrape = async || http.text(&format!("http://{}/metrics", at.admin)).await;
+    let scrape = async || http.metrics(at.admin).await;
     let are_healthy = async || {
         let page = scrape().await;
         let healthy = page

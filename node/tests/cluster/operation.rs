@@ -7,11 +7,7 @@ use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_replica_knows_the_others_applied_index() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 1).await;
     http.chat(&at[0], "ada", "Is the lamp lit?").await;
     http.quiet(&at[0]).await;
     for replica in &at {
@@ -23,18 +19,12 @@ async fn every_replica_knows_the_others_applied_index() {
         };
         until("all members are seen to have caught up", is_told).await;
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_that_lost_its_store_prints_a_remedy() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let mut replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (dir, _engines, mut replicas, http, at) = started(3, 1).await;
     let wiped = replicas.remove(2).leave().await;
     std::fs::remove_dir_all(dir.path().join("n3")).unwrap();
     replicas.push(Replica::again(wiped));
@@ -48,7 +38,5 @@ async fn a_replica_that_lost_its_store_prints_a_remedy() {
                 .all(|it| reasons.contains(it))
     };
     until("the wiped replica says what to do", says).await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

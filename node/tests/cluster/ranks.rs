@@ -119,7 +119,7 @@ async fn conversations_keep_their_rank_with_exact_predictions() {
 
     let listed = done(&at, &["backends"]).await;
     assert!(listed.contains("engine-0@2"), "{listed}");
-    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let page = http.metrics(at.admin).await;
     assert!(
         page.contains("quorate_backend_healthy{backend=\"engine-0@1\"} 1"),
         "{page}"
@@ -143,9 +143,7 @@ async fn leases_determine_the_rank_without_events() {
     }
 
     // A rank drains only together with its engine.
-    let (_, listed) = http
-        .get(&format!("http://{}/admin/v1/backends/engine-0@1", at.admin))
-        .await;
+    let (_, listed) = http.admin(at.admin, "backends/engine-0@1").await;
     assert_eq!(listed["engine_info"]["rank"], 1, "{listed}");
     let drain = |id: &str| format!("http://{}/admin/v1/backends/{id}/drain", at.admin);
     let (status, _, answer) = http
@@ -156,9 +154,7 @@ async fn leases_determine_the_rank_without_events() {
         .send(Method::POST, &drain("engine-0"), &json!({}))
         .await;
     assert_eq!(status, StatusCode::OK, "{answer}");
-    let (_, listed) = http
-        .get(&format!("http://{}/admin/v1/backends", at.admin))
-        .await;
+    let (_, listed) = http.admin(at.admin, "backends").await;
     let states = listed["backends"].as_array().unwrap().iter();
     assert!(
         states
@@ -167,9 +163,7 @@ async fn leases_determine_the_rank_without_events() {
         "{listed}"
     );
     // Ranks are not settings: cluster and file do not differ.
-    let (_, config) = http
-        .get(&format!("http://{}/admin/v1/config", at.admin))
-        .await;
+    let (_, config) = http.admin(at.admin, "config").await;
     assert!(!config.to_string().contains("engine-0@"), "{config}");
     drop(engine);
     replica.leave().await;

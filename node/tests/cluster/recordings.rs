@@ -90,10 +90,7 @@ async fn whole(http: &Http, at: &Addresses, path: &str, requests: usize) -> (Str
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_simulated_recording_has_the_hits_its_engines_reported() {
-    let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 2).await;
     let told = ask_all(&http, &at, 24).await;
     assert!(told[1] > 0, "{told:?}");
     for at in &at {
@@ -158,17 +155,12 @@ async fn a_simulated_recording_has_the_hits_its_engines_reported() {
     );
     let cost = &policies[0]["predicted_hit_rate"];
     assert_eq!(*cost, answer["decided"]["predicted_hit_rate"]);
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recording_is_anonymous_and_ends_when_full() {
-    let (dir, engines) = (TempDir::new().unwrap(), engines(1).await);
-    let replicas = cluster(1, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(1, 1).await;
     let url = format!("http://{}/admin/v1/recordings", at[0].admin);
     let start = async |spec: Value| {
         let (status, _, begun) = http.send(Method::POST, &url, &spec).await;
@@ -186,9 +178,7 @@ async fn a_recording_is_anonymous_and_ends_when_full() {
     for hidden in USERS.into_iter().chain([SECRET_WORD, "id-of"]) {
         assert!(!text.contains(hidden), "{hidden} in {text}");
     }
-    let (_, users) = http
-        .get(&format!("http://{}/admin/v1/users", at[0].admin))
-        .await;
+    let (_, users) = http.admin(at[0].admin, "users").await;
     for user in users["users"].as_array().unwrap() {
         assert!(!text.contains(user["key"].as_str().unwrap()), "{user}");
     }
@@ -219,9 +209,7 @@ async fn a_recording_is_anonymous_and_ends_when_full() {
     let full = &list["recordings"][0];
     assert_eq!(full["ended_by"], "bytes", "{full}");
     assert!(full["bytes"].as_u64() >= Some(4096), "{full}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 /// Simulates a file, and checks that a damaged one is reported with its line.
@@ -251,10 +239,7 @@ async fn simulates(at: &Addresses, out: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_record_command_merges_all_replicas_into_one_file() {
-    let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
-    let replicas = cluster(2, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (dir, _engines, replicas, http, at) = started(2, 2).await;
     let file = dir.path().join("asked.jsonl");
     let out = file.to_str().unwrap().to_owned();
     let urls = format!("http://{},http://{}", at[0].admin, at[1].admin);
@@ -302,7 +287,5 @@ async fn the_record_command_merges_all_replicas_into_one_file() {
 
     simulates(&at[0], &out).await;
     assert!(hit_rate(told) > 0.0);
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

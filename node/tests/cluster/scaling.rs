@@ -348,10 +348,7 @@ async fn dead_pods_are_distinguished_from_restarting_ones() {
     let says = async || {
         let why = pods.cluster(&at).await["scaling"].to_string();
         let (_, ready) = pods.http.get(&format!("http://{}/readyz", at.admin)).await;
-        let page = pods
-            .http
-            .text(&format!("http://{}/metrics", at.admin))
-            .await;
+        let page = pods.http.metrics(at.admin).await;
         why.contains("cannot be read, and replicas are away: 4")
             && why.contains("etcd is away")
             && ready.to_string().contains("members: StatefulSet quorate")

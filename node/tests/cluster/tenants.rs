@@ -61,11 +61,7 @@ fn team() -> Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cache_probes_hit_only_their_own_groups_prompts() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(1).await;
-    let replicas = cluster(3, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(3, 1).await;
     let scopes = [("ada", team()), ("bo", team()), ("mallory", isolated())];
     set_scopes(&http, &at, &scopes).await;
 
@@ -87,18 +83,12 @@ async fn cache_probes_hit_only_their_own_groups_prompts() {
         let group = ask(&http, &at[(number + 2) % 3], "bo", number).await;
         assert!(group.matched >= 2 && group.cached_tokens > 0, "{group:?}");
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn routing_does_not_reveal_other_groups_prompts() {
-    let dir = TempDir::new().unwrap();
-    let engines = engines(4).await;
-    let replicas = cluster(1, &engines, &dir);
-    let (http, at) = (Http::new(), addresses(&replicas));
-    http.ready(&at).await;
+    let (_dir, _engines, replicas, http, at) = started(1, 4).await;
     let scopes = [("ada", isolated()), ("mallory", isolated())];
     set_scopes(&http, &at, &scopes).await;
 
@@ -129,9 +119,7 @@ async fn routing_does_not_reveal_other_groups_prompts() {
         "{held} and {unheld} of {PROMPTS}"
     );
     assert!(held.abs_diff(unheld) <= PROMPTS / 2, "{held} and {unheld}");
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

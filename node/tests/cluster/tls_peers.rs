@@ -67,9 +67,7 @@ async fn three_replicas_with_certificates_form_a_cluster_and_serve() {
     replicas.insert(1, Replica::again((config, addresses)));
     http.ready(&at).await;
     http.agree(&at).await;
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test]
@@ -319,9 +317,7 @@ async fn moves_to_certificates(before: Before) {
     for at in &at {
         assert!(listens_to(at.peer, &certs, &[&certs]).await);
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -391,7 +387,5 @@ async fn a_cluster_moves_to_a_new_authority_under_load() {
         assert!(asked > 20, "{asked}");
         assert!(failed.is_empty(), "{} of {asked}: {failed:?}", failed.len());
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }

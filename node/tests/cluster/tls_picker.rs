@@ -81,9 +81,7 @@ async fn a_gateway_must_present_a_required_certificate() {
         assert_eq!(is_let_in(at, tls.clone()).await, expected, "{tls:?}");
     }
     // Rejected gateways sent no request.
-    let page = Http::new()
-        .text(&format!("http://{}/metrics", at.admin))
-        .await;
+    let page = Http::new().metrics(at.admin).await;
     for (outcome, count) in [("picked", 1), ("left", 0), ("broken", 0), ("answered", 0)] {
         let line = format!("quorate_picker_requests_total{{outcome=\"{outcome}\"}} {count}\n");
         assert!(page.contains(&line), "{line}{page}");

@@ -191,7 +191,5 @@ async fn a_queued_and_retried_request_is_one_trace() {
         .await;
         is_whole(&collector, &rules, replica, &trace);
     }
-    for replica in replicas {
-        replica.leave().await;
-    }
+    leave(replicas).await;
 }
