@@ -3,9 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rand_xoshiro::SplitMix64;
-use rand_xoshiro::rand_core::{RngCore, SeedableRng};
-use state::admission::{CreditLedger, PendingCharges, Pricing, UserFigures};
+use state::admission::{PendingCharges, Pricing};
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId, UserKey};
 use state::{RouterState, StateView};
@@ -22,7 +20,6 @@ pub(crate) struct Replica {
     pub(crate) id: ReplicaId,
     pub(crate) state: RouterState,
     pub(crate) view: Arc<StateView>,
-    pub(crate) ledger: CreditLedger,
     pending: PendingCharges,
     charges: BTreeMap<UserKey, Charge>,
     /// Its proposed batch that it has not applied yet.
@@ -50,7 +47,6 @@ impl Replica {
             id: ReplicaId(id),
             state,
             view,
-            ledger: CreditLedger::default(),
             pending: PendingCharges::default(),
             charges: BTreeMap::new(),
             outstanding: None,
@@ -63,11 +59,6 @@ impl Replica {
     pub(crate) fn charge(&mut self, charge: &Charge, pricing: &Pricing) {
         self.pending.add(charge, pricing);
         self.charges.entry(charge.user).or_default().add(charge);
-    }
-
-    /// Returns a user's figures as this replica knows them.
-    pub(crate) fn figures(&self, user: UserKey) -> UserFigures {
-        self.pending.on_top(user, self.view.user_figures(user))
     }
 
     pub(crate) fn pending(&self) -> &PendingCharges {
@@ -143,18 +134,5 @@ impl Cluster {
                 }
             }
         }
-    }
-}
-
-/// Uniform numbers that are the same in every run.
-pub(crate) struct Numbers(SplitMix64);
-
-impl Numbers {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(SplitMix64::seed_from_u64(seed))
-    }
-
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.0.next_u64() % end
     }
 }

@@ -1,10 +1,9 @@
-//! Admission over several replicas: limits and fairness of a whole cluster whose replicas learn
-//! everything late, simulated in milliseconds.
+//! Admission over several replicas: limits of a whole cluster whose replicas learn everything late,
+//! simulated in milliseconds. `quorate simulate` has the same for fairness.
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod applying;
 mod cluster;
-mod fairness;
 mod quotas;

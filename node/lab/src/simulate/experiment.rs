@@ -155,7 +155,7 @@ fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
 }
 
 /// Returns the service that the first user got after its pause, relative to the mean of the others.
-fn share_after_pause(run: &RunReport) -> f64 {
+pub(super) fn share_after_pause(run: &RunReport) -> f64 {
     let service = &run.curves.service;
     let points = service[0].len();
     // From shortly after the return, when its new requests are served, to the end.

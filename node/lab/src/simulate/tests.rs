@@ -7,15 +7,16 @@ use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::policy::PolicyConfig;
 
 use super::compare::ComparisonCase;
+use super::experiment::share_after_pause;
 use super::plan::{ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan};
 use super::policies::SimPolicy;
 use super::report::RunReport;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
-pub(super) const SECOND: u64 = 1_000_000;
+const SECOND: u64 = 1_000_000;
 
 /// Returns a mix of short prompts in many groups, of which an engine of [`small`] holds only some.
-pub(super) fn mix() -> Mix {
+fn mix() -> Mix {
     Mix {
         rate: 40.0,
         duration: 4 * SECOND,
@@ -41,7 +42,7 @@ fn small() -> SimPlan {
     plan
 }
 
-pub(super) fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
+fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
     let case = ComparisonCase {
         plan: plan.clone(),
         workload: Arc::new(workload.clone()),
@@ -219,24 +220,68 @@ fn queueing(order: Order) -> SimPlan {
 
 #[test]
 fn the_service_gap_is_bounded_except_under_fcfs() {
-    for pinned in [false, true] {
-        let workload = backlogged(pinned);
-        let fair = run(&queueing(Order::Vtc), &workload);
-        let bound = fair.gap_bound.unwrap();
-        assert!(fair.gap.unwrap() <= bound, "{:?} over {bound}", fair.gap);
+    for (pinned, weights, order) in [
+        (false, [1, 1, 1, 1], Order::Vtc),
+        (true, [1, 1, 1, 1], Order::Vtc),
+        (true, [1, 2, 3, 4], Order::Vtc),
+        (true, [1, 2, 3, 4], Order::VtcMaxFair),
+        (true, [1, 2, 3, 4], Order::Dlpm),
+    ] {
+        let mut workload = backlogged(pinned);
+        for (user, weight) in workload.users.iter_mut().zip(weights) {
+            user.weight_milli = 1000 * weight;
+        }
+        let fair = run(&queueing(order), &workload);
+        // The report has no bound for `dlpm`, which keeps that of `vtc`.
+        let bound = fair.gap_bound.unwrap_or_else(|| {
+            let vtc = run(&queueing(Order::Vtc), &workload);
+            vtc.gap_bound.unwrap()
+        });
+        let case = format!("{order:?}, pinned: {pinned}, {weights:?}");
+        assert!(fair.gap.unwrap() <= bound, "{case}: {:?}", fair.gap);
         let unfair = run(&queueing(Order::Fcfs), &workload);
-        assert!(
-            fair.service_ratio.unwrap() > 0.8,
-            "{:?}",
-            fair.service_ratio
-        );
-        assert!(
-            unfair.service_ratio.unwrap() < 0.6,
-            "{:?}",
-            unfair.service_ratio
-        );
-        assert!(fair.tokens_per_s > 0.95 * unfair.tokens_per_s);
+        let ratios = [&fair, &unfair].map(|run| run.service_ratio.unwrap());
+        assert!(ratios[0] > 0.8 && ratios[1] < 0.6, "{case}: {ratios:?}");
+        assert!(fair.tokens_per_s > 0.95 * unfair.tokens_per_s, "{case}");
     }
+}
+
+/// Returns how much more the most served user got than the least served one, at equal weights.
+fn most_over_least(run: &RunReport) -> f64 {
+    let most = run.service.values().copied().fold(0.0, f64::max);
+    most / run.service.values().copied().fold(f64::MAX, f64::min)
+}
+
+#[test]
+fn without_reports_from_peers_a_user_alone_at_a_replica_gets_more() {
+    let workload = backlogged(true);
+    let with_gate = run(&queueing(Order::Vtc), &workload);
+    let without = SimPlan {
+        load_lag: None,
+        ..queueing(Order::Vtc)
+    };
+    let without = run(&without, &workload);
+    assert!(most_over_least(&with_gate) < 1.2, "{with_gate:?}");
+    assert!(most_over_least(&without) > 1.4, "{without:?}");
+}
+
+#[test]
+fn a_user_who_returns_from_a_pause_gets_an_even_share() {
+    let mut workload = backlogged(true);
+    let horizon = 30 * SECOND;
+    workload.users[0].off = Some((horizon / 6, horizon / 2));
+    // A small backlog is served soon after the pause begins, so that the user becomes idle.
+    workload.users[0].backlog = 8;
+    let share = |order| {
+        let plan = SimPlan {
+            horizon,
+            ..queueing(order)
+        };
+        share_after_pause(&run(&plan, &workload))
+    };
+    let (with_lift, without) = (share(Order::Vtc), share(Order::Lcf));
+    assert!((0.9..=1.1).contains(&with_lift), "{with_lift}");
+    assert!(without > 1.2, "{without}");
 }
 
 #[test]
