@@ -205,3 +205,18 @@ fn crates_depend_only_on_allowed_crates() {
         assert!(beyond.is_empty(), "{package} depends on {beyond:?}");
     }
 }
+
+#[test]
+fn every_test_file_belongs_to_its_crates_one_program() {
+    for name in ["state", "raft"] {
+        let folder = root().join(name).join("tests");
+        let main = std::fs::read_to_string(folder.join("main.rs")).expect("read the program");
+        for entry in std::fs::read_dir(&folder).expect("list the tests") {
+            let path = entry.expect("list the tests").path();
+            let stem = path.file_stem().expect("files have names");
+            let module = format!("mod {};", stem.to_string_lossy());
+            let is_known = path.ends_with("main.rs") || main.contains(&module);
+            assert!(is_known, "{}: missing in main.rs", path.display());
+        }
+    }
+}

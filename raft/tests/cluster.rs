@@ -1,11 +1,9 @@
 //! Clusters on loopback: forming, proposing, failing over, restarting.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use common::{Cluster, PATIENCE};
+use crate::common::{Cluster, PATIENCE};
 use raft::{ProposeError, Role};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

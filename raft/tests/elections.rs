@@ -1,18 +1,11 @@
 //! Leadership when links are cut in one direction, machines are wrong and disks are slow.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "these are tests, their helpers included"
-)]
-
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::world::{World, simulate, start, wait};
-use common::{Journal, PATIENCE, refused};
+use crate::common::world::{World, simulate, start, wait};
+use crate::common::{Journal, PATIENCE, refused};
 use raft::{MemoryDisk, ProposeError, Replica, Role};
 use tokio::time::{MissedTickBehavior, interval};
 

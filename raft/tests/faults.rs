@@ -1,10 +1,8 @@
 //! Broken disks, dead peers, and founders that do not all start at once.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{Cluster, PATIENCE, Seat, bootstrap, listeners};
+use crate::common::{Cluster, PATIENCE, Seat, bootstrap, listeners};
 use raft::{DiskShortage, MemoryDisk, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
 
@@ -243,7 +241,7 @@ async fn a_second_process_on_the_same_store_is_refused_harmlessly() {
     let second = raft::Replica::start(
         seat.options.clone(),
         Arc::new(raft::Tcp::new(listener).unwrap()),
-        Box::<common::Journal>::default(),
+        Box::<crate::common::Journal>::default(),
         seat.mailbox.clone(),
     )
     .await;

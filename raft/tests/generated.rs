@@ -1,7 +1,7 @@
 //! Checks that `proto/peer.rs` is the code generated from `proto/peer.proto`.
 //!
 //! It is committed because its compiler takes longer to build than the rest of the crate.
-//! `UPDATE_GENERATED=1 cargo test -p raft --test generated` regenerates it.
+//! `UPDATE_GENERATED=1 cargo test -p raft generated` regenerates it.
 
 use std::path::Path;
 
@@ -26,6 +26,6 @@ fn generated_peer_protocol_code_is_current() {
     assert!(
         fresh == std::fs::read_to_string(&committed).unwrap(),
         "proto/peer.rs is not what proto/peer.proto gives: \
-         UPDATE_GENERATED=1 cargo test -p raft --test generated"
+         UPDATE_GENERATED=1 cargo test -p raft generated"
     );
 }

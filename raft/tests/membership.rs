@@ -1,10 +1,8 @@
 //! Joining, promotion, removal, moving, and refusals.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::{Cluster, Seat, bootstrap, refused};
+use crate::common::{Cluster, Seat, bootstrap, refused};
 use raft::{Formation, PeerState, Peers, Role, StartError};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,13 +1,6 @@
 //! A machine that went wrong although its log is correct installs another replica's state.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "these are tests, their helpers included"
-)]
-
-mod common;
-
-use common::{Cluster, refused};
+use crate::common::{Cluster, refused};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wrong_state_is_rebuilt_from_a_peer_under_load() {
@@ -36,7 +29,7 @@ async fn a_wrong_state_is_rebuilt_from_a_peer_under_load() {
         for number in 0..100 {
             let command = format!("beside {number}").into_bytes();
             last = writer
-                .propose(command, common::PATIENCE)
+                .propose(command, crate::common::PATIENCE)
                 .await
                 .unwrap()
                 .index;

@@ -1,16 +1,9 @@
 //! A run on one thread, with simulated time, disks and network, is repeatable.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "helpers of a test, outside of its function"
-)]
-
-mod common;
-
 use std::time::Duration;
 
-use common::PATIENCE;
-use common::world::{World, simulate, start, wait, within_ms};
+use crate::common::PATIENCE;
+use crate::common::world::{World, simulate, start, wait, within_ms};
 use raft::{MemoryDisk, random};
 use tokio::time::sleep;
 

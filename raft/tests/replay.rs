@@ -1,17 +1,10 @@
 //! A store can be replayed offline to any index that it holds, and stays unchanged.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "these are tests, their helpers included"
-)]
-
-mod common;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use common::{Cluster, Journal};
+use crate::common::{Cluster, Journal};
 use raft::{ReplayError, ReplayRange, StartError};
 
 /// Returns every file below a folder, with its bytes.

@@ -1,11 +1,9 @@
 //! Clusters that grow and shrink automatically: learners are promoted, members leave for good or
 //! are removed while absent, and removed members return with their old store.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{Cluster, PATIENCE, Seat, refused};
+use crate::common::{Cluster, PATIENCE, Seat, refused};
 use futures_util::future::join_all;
 use raft::{Promotion, Replica, ReplicaOptions, Role, Status};
 

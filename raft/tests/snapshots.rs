@@ -1,16 +1,9 @@
 //! Snapshots: by entries and by bytes, installed on lagging replicas, damaged.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "these are tests, their helpers included"
-)]
-
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{Cluster, PATIENCE, Seat, refused};
+use crate::common::{Cluster, PATIENCE, Seat, refused};
 use raft::{ProposeError, Role, StartError};
 
 fn snapshot_files(seat: &Seat) -> Vec<PathBuf> {

@@ -1,9 +1,7 @@
 //! Defaults of users without their own settings: they apply at once, only to such users, and a
 //! user's own settings take precedence.
 
-mod common;
-
-use common::{Driver, restored, snapshot};
+use crate::common::{self, Driver, restored, snapshot};
 use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::budgets::{Budget, BudgetPeriod};

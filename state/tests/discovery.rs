@@ -1,11 +1,9 @@
 //! Backends that sources register: who controls them, when they drain and are removed. No answer of
 //! a source removes a whole fleet.
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::{Driver, restored, snapshot, spec};
+use crate::common::{Driver, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::command::{Command, Rejection, Reply};
 use state::discovery::{

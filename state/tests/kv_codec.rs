@@ -1,7 +1,6 @@
 //! Encoding of KV batches in the log: it never changes, and untrusted input is rejected or sound.
 
-mod common;
-
+use crate::common;
 use expect_test::expect;
 use proptest::prelude::*;
 use state::codec::{decode_envelope, encode_envelope, item_bytes};

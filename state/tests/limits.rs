@@ -1,9 +1,7 @@
 //! Limits, predictions and bins in the whole state: the same on every replica and in snapshots,
 //! bound to a backend's incarnation, and changed at one log index.
 
-mod common;
-
-use common::{Driver, admission, batch, envelope, restored, service, snapshot, spec};
+use crate::common::{Driver, admission, batch, envelope, restored, service, snapshot, spec};
 use state::RouterState;
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{Command, Item, Lane};

@@ -1,13 +1,9 @@
 //! Any sequence of commands: replicas agree, even across a snapshot, and no invariant breaks.
 
-#[path = "common/commands.rs"]
-mod commands;
-mod common;
-
 use std::collections::BTreeMap;
 
-use commands::{Step, item, step};
-use common::{envelope, restored, snapshot, spec};
+use crate::commands::{Step, item, step};
+use crate::common::{self, envelope, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
 use state::caches::CacheScope;

@@ -1,8 +1,6 @@
 //! Engines of several data-parallel ranks: each rank is a backend that follows its engine.
 
-mod common;
-
-use common::{Driver, batch, block, chain, restored, snapshot, spec};
+use crate::common::{Driver, batch, block, chain, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Rejection, Reply};
 use state::ids::{BackendRef, BlockHash, EngineHash, Slot};

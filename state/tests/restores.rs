@@ -1,9 +1,7 @@
 //! Restores: the state of a backup returns, whatever happens meanwhile, and nothing of the previous
 //! state affects it.
 
-mod common;
-
-use common::{Driver, chain, measured_sample, restored, snapshot, spec};
+use crate::common::{self, Driver, chain, measured_sample, restored, snapshot, spec};
 use state::command::{
     Charge, Command, Item, LeaseOutcome, RESTORE_BYTES_MAX, RESTORE_PART_BYTES, Rejection, Reply,
 };

@@ -1,13 +1,6 @@
 //! The effects of commands, as scripts with golden replies.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a script that cannot be read is a failed test"
-)]
-
-mod common;
-
-use common::{Driver, chain, envelope, init, spec};
+use crate::common::{self, Driver, chain, envelope, init, spec};
 use expect_test::{Expect, expect};
 use state::RouterState;
 use state::command::{Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, Reply, UserSpec};

@@ -1,13 +1,9 @@
 //! Measurements through the log: prices and marks are the same on every replica, survive snapshots
 //! but not a backend's incarnation, and correct the cache size that an engine reports.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
-
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::{Driver, batch, restored, snapshot, spec};
+use crate::common::{Driver, batch, restored, snapshot, spec};
 use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Reply};
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 use state::policy::RoutingSettings;

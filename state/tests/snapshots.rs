@@ -1,8 +1,6 @@
 //! Snapshots: what was frozen is restored, and a damaged one is rejected without any change.
 
-mod common;
-
-use common::{Driver, chain, restored, sample, snapshot, spec};
+use crate::common::{self, Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
 use state::budgets::{Budget, BudgetPeriod};

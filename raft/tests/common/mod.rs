@@ -1,11 +1,6 @@
 //! Replicas on loopback with a machine that remembers every command.
 
-#![allow(
-    dead_code,
-    unreachable_pub,
-    clippy::unwrap_used,
-    reason = "shared by the tests"
-)]
+#![allow(unreachable_pub, reason = "shared by the tests")]
 
 mod journal;
 pub mod world;

@@ -4,7 +4,7 @@ use state::command::{Charge, Command, Item, Rejection, Reply};
 use state::ids::UserKey;
 use state::quotas::UserLimits;
 
-use crate::cluster::Cluster;
+use super::cluster::Cluster;
 use crate::common;
 
 const USER: &str = "alice";

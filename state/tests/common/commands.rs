@@ -3,7 +3,7 @@
 //!
 //! Used by the properties of the state and by the tests of the reference model in `chaos-tests`.
 
-#![allow(dead_code, reason = "every test file takes what it needs")]
+#![allow(dead_code, reason = "chaos-tests takes what it needs")]
 
 use proptest::prelude::*;
 use state::admission::{AdmissionSettings, Concurrency, SlaSettings};

@@ -1,6 +1,6 @@
 //! Helpers for tests of the whole state: building commands, and taking a state through a snapshot.
 
-#![allow(dead_code, reason = "every test file takes what it needs")]
+#![allow(dead_code, reason = "chaos-tests takes what it needs")]
 
 use std::collections::BTreeMap;
 

@@ -3,8 +3,8 @@
 use state::command::{EngineFacts, Item};
 use state::ids::BlockHash;
 
+use super::scenes::{Scene, hashes, removed, stored};
 use crate::common::{restored, snapshot};
-use crate::scenes::{Scene, hashes, removed, stored};
 
 impl Scene {
     /// Creates a followed backend whose engine has `blocks` blocks, one of which no request can

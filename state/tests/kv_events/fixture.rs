@@ -9,8 +9,8 @@ use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, Slot}
 use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvUncertainty, KvUpdate};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::pool::{BLOCK_TOKENS, Engine, Event};
 use crate::common::{batch, envelope, init, restored, snapshot, spec};
-use crate::pool::{BLOCK_TOKENS, Engine, Event};
 
 const SLOT: Slot = Slot(0);
 /// A reference before the backend exists.

@@ -8,9 +8,9 @@ use state::command::{EngineFacts, Item, LeaseOutcome};
 use state::ids::BlockHash;
 use state::kv_events::{KvMessage, KvUpdate};
 
-use crate::fixture::{chain, said};
-use crate::pool::{BLOCK_TOKENS, Engine};
-use crate::scenes::Scene;
+use super::fixture::{chain, said};
+use super::pool::{BLOCK_TOKENS, Engine};
+use super::scenes::Scene;
 
 /// Number of blocks of the engine, one of which no request can use.
 const BLOCKS: usize = 97;

@@ -1,7 +1,5 @@
 //! The router's knowledge from KV events matches the engine's cache, whatever happens in between.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod evictions;
 mod fixture;
 mod pool;
