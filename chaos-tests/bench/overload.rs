@@ -4,8 +4,8 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use chaos_tests::soak::SoakCheck;
-use chaos_tests::soak::overload::{self, OverloadOptions, OverloadReport};
+use chaos_tests::hostile::soak::SoakCheck;
+use chaos_tests::hostile::soak::overload::{self, OverloadOptions, OverloadReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 

@@ -5,9 +5,8 @@
 //!   hosts in network namespaces ([`netns`]), and injects faults of machines, networks, disks and
 //!   operators. Each request goes to one replica and is never sent twice, so that no retry hides a
 //!   failure.
-//! - [`soak`] overloads such a cluster with hostile and careless clients.
-//! - [`abuse`] attacks such a cluster, one attack at a time, in the clear and with TLS and API
-//!   keys.
+//! - [`hostile`] loads such a cluster with hostile and careless clients and engines, all at once or
+//!   one attack at a time.
 //! - [`live`] compares predictions with what real engines find cached.
 //! - [`fuzzing`] feeds mutated bytes to readers of untrusted bytes.
 //! - [`gateway`] asks endpoint pickers as Envoy does; the tests of `node` compile it too.
@@ -15,10 +14,10 @@
 //! [`oracle`] records a simulated run and [`invariants`] states what must hold for it. [`planted`]
 //! plants bugs, to prove that the tests find them.
 
-pub mod abuse;
 mod command;
 pub mod fuzzing;
 pub mod gateway;
+pub mod hostile;
 pub mod invariants;
 mod kinds;
 pub mod live;
@@ -27,6 +26,4 @@ pub mod oracle;
 pub mod planted;
 pub mod processes;
 pub mod sim;
-pub mod soak;
 pub mod terminal;
-mod wire;

@@ -2,7 +2,7 @@
 //! the attacks in `IN_THE_CLEAR` also without.
 
 use anyhow::ensure;
-use chaos_tests::abuse::{self, AbuseOptions, AttackKind};
+use chaos_tests::hostile::abuse::{self, AbuseOptions, AttackKind};
 
 /// Attacks on code that runs before or without TLS.
 const IN_THE_CLEAR: &[AttackKind] = &[

@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use chaos_tests::abuse::{self, AbuseOptions, AttackKind, AttackReport};
+use chaos_tests::hostile::abuse::{self, AbuseOptions, AttackKind, AttackReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use chaos_tests::soak::{self, ClientKind, SoakCheck, SoakOptions, SoakReport};
+use chaos_tests::hostile::soak::{self, ClientKind, SoakCheck, SoakOptions, SoakReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 

@@ -93,7 +93,7 @@ pub(super) async fn unpacked(context: &AbuseContext) -> anyhow::Result<()> {
         // A head of 24 MB is refused, one way or another.
         ensure!(!end.is_stalled, "{end:?}");
     }
-    ensure!(context.seen.take().is_empty(), "an engine was asked");
+    ensure!(context.seen.take_heads().is_empty(), "an engine was asked");
     Ok(())
 }
 
@@ -175,7 +175,7 @@ pub(super) async fn forbidden_fields(context: &AbuseContext) -> anyhow::Result<(
             Box::new(std::iter::once(request))
         })
         .await?;
-        let seen = context.seen.take();
+        let seen = context.seen.take_heads();
         ensure!(seen.is_empty(), "{forbidden:?} reached an engine: {seen:?}");
         for end in ends {
             // A response reports an invalid request.

@@ -1,6 +1,6 @@
 //! Kinds of clients in a soak, with their users, shares and behaviours.
 
-use super::engine::{FAILING, LARGE_TOKENS, POISON};
+use crate::hostile::engine::{FAILING, LARGE_TOKENS, POISON};
 use crate::kinds::kinds;
 
 /// Point at which a client leaves before the end of a response.

@@ -9,7 +9,7 @@ use http::header::AUTHORIZATION;
 use tokio::task::JoinSet;
 
 use super::context::{ATTACKER, AbuseContext, FROM, chat, outcome};
-use crate::wire;
+use crate::hostile::client;
 
 /// Number of user names, and maximum number of concurrent requests.
 const NAMES: (usize, usize) = (1000, 24);
@@ -36,7 +36,7 @@ pub(super) async fn made_up(context: &Arc<AbuseContext>) -> anyhow::Result<()> {
                     asked.headers.remove(AUTHORIZATION);
                 }
                 let to = context.data[number % context.data.len()];
-                let (status, text) = outcome(wire::ask(&context.access, FROM, to, asked)).await;
+                let (status, text) = outcome(client::ask(&context.access, FROM, to, asked)).await;
                 let code = status.map_or(0, |status| status.as_u16());
                 ensure!([200, 429, 503].contains(&code), "{name}: {code} {text}");
                 context.count(code.to_string());
@@ -46,6 +46,6 @@ pub(super) async fn made_up(context: &Arc<AbuseContext>) -> anyhow::Result<()> {
     while let Some(ended) = all.join_next().await {
         ended??;
     }
-    context.seen.take();
+    context.seen.take_heads();
     Ok(())
 }

@@ -7,13 +7,12 @@
 
 mod browser;
 mod checks;
-mod client;
-mod engine;
 mod kinds;
 pub mod overload;
 mod peers;
 mod strangers;
 mod tally;
+mod users;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -30,17 +29,24 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
+use crate::hostile::engine::{EngineSpeed, HostileEngine, MODEL};
+use crate::hostile::record::EngineRecord;
 use crate::processes::access::ClientAccess;
 use crate::processes::figures::ProcessFigures;
 use crate::processes::{ClusterOptions, ProcessCluster};
 pub use checks::SoakCheck;
-use client::SoakUser;
-use engine::{ComputedTokens, DECODE, MODEL, PLACES, PREFILL, SoakEngine};
 pub use kinds::ClientKind;
 pub use tally::KindCounts;
+use users::SoakUser;
 
 /// Number of engines in the cluster.
 const ENGINES: usize = 2;
+/// Concurrency and speed of an engine.
+const SPEED: EngineSpeed = EngineSpeed {
+    places: 4,
+    prefill: Duration::from_millis(50),
+    decode: Duration::from_millis(20),
+};
 /// Maximum number of file descriptors of a replica.
 const DESCRIPTORS: u32 = 1024;
 /// Divisor of the storm's duration for that of honest users alone, clamped to these bounds.
@@ -100,7 +106,7 @@ struct SoakContext {
     over: CancellationToken,
     /// Counts of each kind of client since the phase began.
     tallies: BTreeMap<ClientKind, Mutex<KindCounts>>,
-    ledger: Arc<ComputedTokens>,
+    ledger: Arc<EngineRecord>,
     /// Requests that were cut short for their client, each with the time when the client knew.
     not_whole: Mutex<HashMap<String, Instant>>,
     requests: Arc<AtomicU64>,
@@ -142,8 +148,8 @@ fn key(user: &str) -> String {
 /// Returns the capacity of the engines, in responses per second.
 fn capacity() -> f64 {
     let tokens = u32::try_from(kinds::TOKENS).expect("an answer is short");
-    let each = PREFILL + DECODE * tokens;
-    (ENGINES * PLACES) as f64 / each.as_secs_f64()
+    let each = SPEED.prefill + SPEED.decode * tokens;
+    (ENGINES * SPEED.places) as f64 / each.as_secs_f64()
 }
 
 /// Runs a soak and checks the cluster afterwards. Passes progress messages to `say`.
@@ -201,19 +207,19 @@ struct SoakPhase {
 struct SoakDriver {
     cluster: ProcessCluster,
     seed: u64,
-    ledger: Arc<ComputedTokens>,
+    ledger: Arc<EngineRecord>,
     requests: Arc<AtomicU64>,
-    _engines: Vec<SoakEngine>,
+    _engines: Vec<HostileEngine>,
     _folder: TempDir,
 }
 
 impl SoakDriver {
     /// Starts engines and a cluster of replicas.
     async fn start(seed: u64, is_secure: bool) -> anyhow::Result<Self> {
-        let ledger = Arc::new(ComputedTokens::default());
+        let ledger = Arc::new(EngineRecord::of_work());
         let mut engines = Vec::new();
         for _ in 0..ENGINES {
-            let engine = SoakEngine::start(ledger.clone()).await;
+            let engine = HostileEngine::start(SPEED, ledger.clone()).await;
             engines.push(engine.context("start an engine")?);
         }
         let folder = tempfile::Builder::new().prefix("quorate-soak-").tempdir()?;
@@ -336,11 +342,11 @@ fn key_file() -> String {
 }
 
 /// Builds the options of the cluster. They are leaked, because a program runs only one soak.
-fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
+fn cluster_options(engines: &[HostileEngine], keys: &str) -> ClusterOptions {
     let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
     let config = format!(
-        "[admission]\nconcurrency = {PLACES}\n\n\
-         [drain]\ndns_ttl = \"500ms\"\n"
+        "[admission]\nconcurrency = {}\n\n[drain]\ndns_ttl = \"500ms\"\n",
+        SPEED.places
     );
     // Limits per client address also apply to loopback clients.
     let users = format!("api_keys_file = {keys:?}\ntrusted_proxies = [\"::1\"]");

@@ -11,8 +11,8 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::context::{ATTACKER, AbuseContext, FROM, PATIENCE};
+use crate::hostile::client;
 use crate::processes::access::{ClientAccess, key};
-use crate::wire;
 
 /// Number of slow connections to each replica.
 const SLOW: usize = 40;
@@ -76,7 +76,7 @@ async fn drips(
         for _ in 0..SLOW * context.scale {
             let (to, begin, access) = (*to, begin.clone(), access.clone());
             all.spawn(async move {
-                let socket = wire::connect(FROM.into(), to).await?;
+                let socket = client::connect(FROM.into(), to).await?;
                 let secured = timeout(PATIENCE, access.secure(socket, to)).await;
                 match secured.context("no handshake in time")? {
                     Ok(stream) => send_slowly(stream, begin, drop).await,
@@ -158,7 +158,7 @@ pub(super) async fn handshakes(context: &AbuseContext) -> anyhow::Result<()> {
             all.spawn(async move {
                 let mut done = 0;
                 for _ in 0..count {
-                    let socket = wire::connect(FROM.into(), to).await?;
+                    let socket = client::connect(FROM.into(), to).await?;
                     // Every other client leaves in the middle.
                     let limit = Duration::from_millis(if done % 2 == 0 { 5000 } else { 1 });
                     let _ = timeout(limit, access.secure(socket, to)).await;
@@ -184,7 +184,7 @@ pub(super) async fn crowd(context: &AbuseContext) -> anyhow::Result<()> {
             for number in 0..CROWD {
                 let last = u8::try_from(number % usize::from(addresses)).unwrap_or(0);
                 let from = Ipv4Addr::new(127, 0, 10, 1 + last);
-                match wire::connect(from.into(), *to).await {
+                match client::connect(from.into(), *to).await {
                     Ok(socket) => held.push(socket),
                     Err(_) => context.count("not connected"),
                 }

@@ -10,8 +10,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::context::{chat, outcome};
+use crate::hostile::client;
 use crate::processes::access::ClientAccess;
-use crate::wire;
 
 /// Minimum time from one request to the next.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -63,7 +63,7 @@ async fn ask(
         }
         let began = Instant::now();
         let asked = chat("modest", &format!("plain.honest-{number}"), false);
-        let asking = outcome(wire::ask(&access, FROM, *to, asked));
+        let asking = outcome(client::ask(&access, FROM, *to, asked));
         let (status, text) = timeout(PATIENCE, asking)
             .await
             .unwrap_or((None, "no response in time".to_owned()));

@@ -12,7 +12,7 @@ use tokio::time::{interval, timeout};
 
 use super::SoakContext;
 use super::kinds::ClientKind;
-use crate::wire::{self, OutgoingRequest};
+use crate::hostile::client::{self, OutgoingRequest};
 
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -77,8 +77,11 @@ pub(super) async fn run(scene: Arc<SoakContext>) {
         for to in &scene.admin {
             for attack in &attacks {
                 scene.book(ClientKind::Browser).asked += 1;
-                let asked =
-                    timeout(PATIENCE, wire::ask(&scene.access, FROM, *to, attack.ask())).await;
+                let asked = timeout(
+                    PATIENCE,
+                    client::ask(&scene.access, FROM, *to, attack.ask()),
+                )
+                .await;
                 let mut book = scene.book(ClientKind::Browser);
                 match asked {
                     Ok(Ok(reply)) if reply.status.is_success() => book.harm(attack.name.to_owned()),

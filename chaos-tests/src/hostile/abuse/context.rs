@@ -13,9 +13,10 @@ use serde_json::json;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::engine::{MODEL, SeenHeads};
+use crate::hostile::client::{self, OutgoingRequest, RequestError, ResponseHead};
+use crate::hostile::engine::MODEL;
+use crate::hostile::record::EngineRecord;
 use crate::processes::access::{ClientAccess, key};
-use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead};
 
 /// Source address from which attacks connect.
 pub(super) const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 1);
@@ -37,7 +38,7 @@ pub(super) type AbuseStream = MaybeTls<TcpStream>;
 pub(super) struct AbuseContext {
     pub(super) data: Vec<SocketAddr>,
     pub(super) access: ClientAccess,
-    pub(super) seen: Arc<SeenHeads>,
+    pub(super) seen: Arc<EngineRecord>,
     /// Factor for the size of an attack, relative to its size in tests.
     pub(super) scale: usize,
     pub(super) ends: Mutex<BTreeMap<String, u64>>,
@@ -58,7 +59,7 @@ impl AbuseContext {
     ) -> anyhow::Result<AbuseStream> {
         let to = self.data[replica];
         let connected = timeout(PATIENCE, async {
-            let socket = wire::connect(FROM.into(), to).await?;
+            let socket = client::connect(FROM.into(), to).await?;
             socket.set_nodelay(true)?;
             self.access.speaking(protocol).secure(socket, to).await
         });
@@ -74,7 +75,7 @@ impl AbuseContext {
         is_streamed: bool,
     ) -> Result<ResponseHead, RequestError> {
         let asked = chat(ATTACKER, id, is_streamed);
-        wire::ask(&self.access, FROM, self.data[replica], asked).await
+        client::ask(&self.access, FROM, self.data[replica], asked).await
     }
 }
 

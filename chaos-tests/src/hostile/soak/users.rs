@@ -16,9 +16,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::SoakContext;
-use super::engine::MODEL;
 use super::kinds::{ClientKind, LeavePoint, UserBehaviour};
-use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
+use crate::hostile::client::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
+use crate::hostile::engine::MODEL;
 
 /// Path that requests are sent to.
 const PATH: &str = "/v1/chat/completions";
@@ -142,7 +142,7 @@ impl SoakUser {
             has_little_room: self.manner.leaves == LeavePoint::Dawdles,
         };
         let done = async {
-            let mut reply = wire::ask(&scene.access, from, scene.data[replica], asked).await?;
+            let mut reply = client::ask(&scene.access, from, scene.data[replica], asked).await?;
             if reply.status != StatusCode::OK {
                 // Reads the rest of the rejection, so that the connection does not break off.
                 let _ = reply.whole().await;
@@ -245,7 +245,7 @@ pub(super) async fn newcomers(scene: &SoakContext) -> anyhow::Result<String> {
         };
         let asked = user.asked(&scene.next_id(&user.name), scene.seed ^ replica as u64);
         let answer = async {
-            let mut reply = wire::ask(&scene.access, user.from, *to, asked)
+            let mut reply = client::ask(&scene.access, user.from, *to, asked)
                 .await
                 .map_err(anyhow::Error::msg)?;
             anyhow::ensure!(reply.status == StatusCode::OK, "answered {}", reply.status);

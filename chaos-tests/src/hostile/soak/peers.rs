@@ -15,8 +15,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::SoakContext;
 use super::kinds::ClientKind;
+use crate::hostile::client;
 use crate::processes::access::ClientAccess;
-use crate::wire;
 
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -191,7 +191,7 @@ async fn call(
     method: &str,
     message: &ProtobufMessage,
 ) -> anyhow::Result<Bytes> {
-    let socket = wire::connect(FROM.into(), to).await?;
+    let socket = client::connect(FROM.into(), to).await?;
     let socket = stranger.secure(socket, to).await?;
     let (mut send, connection) =
         http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await?;

@@ -7,9 +7,9 @@ use anyhow::{Context as _, ensure};
 use comfy_table::Table;
 use tokio::time::{Instant, sleep};
 
-use super::engine::ComputedRequest;
 use super::kinds::{ClientKind, TOKENS};
 use super::{KindCounts, SoakPhase, SoakReport};
+use crate::hostile::record::ComputedRequest;
 use crate::processes::client_ledger::UserTotals;
 use crate::processes::figures::ProcessFigures;
 use crate::processes::load::charged;
@@ -97,7 +97,7 @@ impl JudgedPhases {
             "every replica is ready within 2 s",
             ready(cluster).await,
         )];
-        let newcomers = super::client::newcomers(&self.storm.scene).await;
+        let newcomers = super::users::newcomers(&self.storm.scene).await;
         checks.push(SoakCheck::new("newcomers are served within 2 s", newcomers));
         checks.push(SoakCheck::new(
             "nothing is in flight",
@@ -176,7 +176,7 @@ impl JudgedPhases {
         }
         let (mut made, mut read) = (0, 0);
         let not_whole = scene.not_whole.lock().expect("nobody panics with it");
-        for (id, computed) in scene.ledger.lock().iter() {
+        for (id, computed) in scene.ledger.computed().iter() {
             if kind_of(id) == Some(ClientKind::Impatient) {
                 made += computed.output;
                 read += if not_whole.contains_key(id) {
@@ -196,7 +196,7 @@ impl JudgedPhases {
     fn departed(&self) -> anyhow::Result<String> {
         let scene = &self.storm.scene;
         let not_whole = scene.not_whole.lock().expect("nobody panics with it");
-        let ledger = scene.ledger.lock();
+        let ledger = scene.ledger.computed();
         let late = not_whole.iter().filter(|(id, left)| {
             let computed = ledger.get(*id);
             let began = computed.and_then(|it| it.began);
@@ -214,7 +214,7 @@ impl JudgedPhases {
 
     /// Checks that replicas do not resend a request that broke its engine.
     fn once(&self) -> anyhow::Result<String> {
-        let ledger = self.storm.scene.ledger.lock();
+        let ledger = self.storm.scene.ledger.computed();
         let twice = |(id, computed): &(&String, &ComputedRequest)| {
             // A request that the engine refused may be tried elsewhere.
             computed.runs > 1 && kind_of(id) != Some(ClientKind::Failing)
@@ -265,7 +265,7 @@ impl JudgedPhases {
     /// otherwise approximately.
     async fn counters(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
         let mut computed: BTreeMap<String, ComputedRequest> = BTreeMap::new();
-        for (id, one) in self.storm.scene.ledger.lock().iter() {
+        for (id, one) in self.storm.scene.ledger.computed().iter() {
             let user = id.rsplit_once('.').map_or(id.as_str(), |(user, _)| user);
             let sum = computed.entry(user.to_owned()).or_default();
             sum.seen += one.seen;
@@ -303,7 +303,7 @@ impl JudgedPhases {
     /// Returns whether a request of the user was cut short after an engine had begun with it.
     fn has_left(&self, user: &str) -> bool {
         [&self.alone, &self.storm].into_iter().any(|phase| {
-            let ledger = phase.scene.ledger.lock();
+            let ledger = phase.scene.ledger.computed();
             let not_whole = phase.scene.not_whole.lock().expect("nobody panics with it");
             let mut left = not_whole.keys();
             left.any(|id| id.starts_with(user) && ledger.contains_key(id))

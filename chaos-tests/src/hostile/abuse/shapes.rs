@@ -11,8 +11,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
 use super::context::{ATTACKER, AbuseContext, CHAT, PATIENCE, chat, chat_body, outcome};
+use crate::hostile::client;
 use crate::processes::access::key;
-use crate::wire;
 
 /// Length of a chunk extension that exceeds the limit, in bytes.
 const EXTENSION_BYTES: usize = 64 << 10;
@@ -174,7 +174,7 @@ pub(super) async fn smuggling(context: &AbuseContext) -> anyhow::Result<()> {
             shape.expected
         );
         let served = statuses.iter().filter(|status| *status == "200").count();
-        let seen = context.seen.take();
+        let seen = context.seen.take_heads();
         let is_plain = |head: &String| head.starts_with("POST /v1/chat/completions ");
         ensure!(
             seen.len() <= served && seen.iter().all(is_plain),
@@ -241,7 +241,7 @@ pub(super) async fn injection(context: &AbuseContext) -> anyhow::Result<()> {
             body[member] = (*evil).into();
             asked.body = body.to_string().into();
             let to = context.data[replica];
-            let asking = wire::ask(&context.access, super::context::FROM, to, asked);
+            let asking = client::ask(&context.access, super::context::FROM, to, asked);
             let (status, text) = outcome(asking).await;
             let status = status.with_context(|| format!("{member} {evil:?}: {text}"))?;
             ensure!(
@@ -250,7 +250,7 @@ pub(super) async fn injection(context: &AbuseContext) -> anyhow::Result<()> {
             );
             context.count(status.as_str());
         }
-        let seen = context.seen.take();
+        let seen = context.seen.take_heads();
         let is_clean = |head: &String| {
             let is_line =
                 |line: &str| line.starts_with("x-injected") || line.contains("/v1/hidden");

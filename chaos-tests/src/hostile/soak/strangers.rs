@@ -21,8 +21,8 @@ use tokio::time::{interval, sleep, timeout};
 
 use super::SoakContext;
 use super::kinds::ClientKind;
+use crate::hostile::client::{self, OutgoingRequest};
 use crate::processes::access::ClientAccess;
-use crate::wire::{self, OutgoingRequest};
 
 /// Number of silent connections to each data port. Each other port gets half as many.
 const IDLE: usize = 160;
@@ -64,7 +64,7 @@ pub(super) async fn idle(scene: Arc<SoakContext>) {
             all.spawn(async move {
                 while !scene.over.is_cancelled() {
                     scene.book(ClientKind::Idle).asked += 1;
-                    let opened = wire::connect(IDLE_FROM.into(), to).await;
+                    let opened = client::connect(IDLE_FROM.into(), to).await;
                     let how = match opened {
                         Ok(socket) => hold(&scene, (&access, to), socket, silent).await,
                         Err(_) => "refused",
@@ -112,7 +112,7 @@ pub(super) async fn bodies(scene: Arc<SoakContext>) {
             let (scene, to) = (scene.clone(), *to);
             all.spawn(async move {
                 while !scene.over.is_cancelled() {
-                    let how = match wire::connect(BODIES_FROM.into(), to).await {
+                    let how = match client::connect(BODIES_FROM.into(), to).await {
                         Ok(socket) => open_streams(&scene, to, socket).await,
                         Err(_) => "refused",
                     };
@@ -191,7 +191,7 @@ async fn refused_once(scene: &SoakContext, replica: usize, has_key: bool) {
     scene.book(ClientKind::Keyless).asked += 1;
     let asked = timeout(
         PATIENCE,
-        wire::ask(&scene.access, KEYLESS_FROM, scene.data[replica], ask),
+        client::ask(&scene.access, KEYLESS_FROM, scene.data[replica], ask),
     )
     .await;
     let mut book = scene.book(ClientKind::Keyless);
@@ -221,7 +221,7 @@ pub(super) async fn garbage(scene: Arc<SoakContext>) {
             let bytes = handful(&mut random);
             scene.book(ClientKind::Garbage).asked += 1;
             let said = timeout(PATIENCE, async {
-                let mut socket = wire::connect(GARBAGE_FROM.into(), *to).await?;
+                let mut socket = client::connect(GARBAGE_FROM.into(), *to).await?;
                 socket.write_all(&bytes).await?;
                 socket.shutdown().await?;
                 let mut answer = Vec::new();

@@ -15,7 +15,6 @@
 //! | `engines` | hostile engines |
 
 mod context;
-mod engine;
 mod engines;
 mod floods;
 mod frames;
@@ -31,11 +30,12 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use tokio::time::Instant;
 
+use crate::hostile::engine::{EngineSpeed, HostileEngine, MODEL};
+use crate::hostile::record::EngineRecord;
 use crate::kinds::kinds;
 use crate::processes::figures::ProcessFigures;
 use crate::processes::{ClusterOptions, ProcessCluster, until};
 use context::AbuseContext;
-use engine::{AbuseEngine, MODEL};
 use honest::{HonestClient, HonestCounts};
 
 /// Maximum number of file descriptors of a replica.
@@ -114,7 +114,9 @@ pub async fn run(
     say: impl Fn(&AttackReport),
 ) -> anyhow::Result<Vec<AttackReport>> {
     node::descriptors::raise();
-    let engine = AbuseEngine::start().await.context("start an engine")?;
+    let seen = Arc::new(EngineRecord::of_heads());
+    let engine = HostileEngine::start(EngineSpeed::INSTANT, seen.clone()).await;
+    let engine = engine.context("start an engine")?;
     let cluster = ProcessCluster::start(cluster_options(&engine, options.is_secure)).await?;
     let mut reports = Vec::new();
     for kind in AttackKind::ALL {
@@ -126,7 +128,7 @@ pub async fn run(
                 .map(|it| cluster.data_addr(it))
                 .collect(),
             access: cluster.access(),
-            seen: Arc::clone(&engine.seen),
+            seen: Arc::clone(&seen),
             scale: options.scale.max(1),
             ends: Mutex::default(),
         });
@@ -146,7 +148,7 @@ async fn one(
     kind: AttackKind,
 ) -> anyhow::Result<AttackReport> {
     let before = ProcessFigures::of(cluster).await?;
-    context.seen.take();
+    context.seen.take_heads();
     let began = Instant::now();
     // These attacks inspect what engines saw, so no honest client runs beside them.
     let is_alone = matches!(
@@ -237,7 +239,7 @@ async fn judge(
 
 /// Builds the options of the attacked cluster. They are leaked, which is fine because a program
 /// starts few clusters.
-fn cluster_options(engine: &AbuseEngine, is_secure: bool) -> ClusterOptions {
+fn cluster_options(engine: &HostileEngine, is_secure: bool) -> ClusterOptions {
     let config = format!(
         "[limits]\nmax_connections = {CONNECTIONS_MAX}\n\n\
          [timeouts]\nbody_idle = \"500ms\"\nuntaken = \"{}s\"\nheld_back = \"2s\"\n\
