@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use node::app::core::ApplyObserver;
+use node::app::replica_core::ApplyObserver;
 use state::RouterState;
 use state::ids::ReplicaId;
 

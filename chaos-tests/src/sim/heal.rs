@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use node::app::core::ReplicaCore;
+use node::app::replica_core::ReplicaCore;
 use raft::Role;
 use state::ids::ReplicaId;
 

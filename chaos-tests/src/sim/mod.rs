@@ -1,6 +1,6 @@
 //! Simulated clusters: real replicas without their sockets, in a world drawn from one seed.
 //!
-//! Each replica is production code (`node::app::core::ReplicaCore`: raft, state, router, admission,
+//! Each replica is production code (`node::app::replica_core::ReplicaCore`: raft, state, router, admission,
 //! outbox and the loops between them) on its own tokio runtime with paused time that the [`world`]
 //! steps. Its environment is simulated: [`network`], disk, clocks, engines and clients
 //! ([`workload`]). One `u64` decides everything: the same seed yields the same trace bit for bit

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use api::base::clock::Clock;
 use api::cluster::figures::ReplicaFigures;
-use node::app::core::{ApplyObserver, CorePorts, ReplicaCore};
+use node::app::replica_core::{ApplyObserver, CorePorts, ReplicaCore};
 use node::app::scaling::ScaleSource;
 use node::config::Config;
 use raft::{MemoryDisk, Storage};

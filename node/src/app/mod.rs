@@ -5,10 +5,8 @@
 //! process; each has its own sockets, state and metrics.
 
 mod clocks;
-pub mod core;
 mod divergence;
 mod events;
-mod figures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod gossip;
@@ -26,8 +24,10 @@ mod ranks;
 mod readers;
 mod registration;
 mod reloading;
-mod running;
+pub mod replica_core;
+mod replica_stats;
 pub mod scaling;
+mod server;
 mod session_expiry;
 mod shutdown;
 mod sockets;
@@ -36,7 +36,7 @@ mod warmup;
 
 pub(crate) use key_file::{read_admin_tokens, read_api_keys};
 pub use reloading::ReloadHandle;
-pub use running::RunningReplica;
+pub use server::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
@@ -150,7 +150,7 @@ impl App {
     /// # Errors
     /// Fails if the store cannot be opened or is damaged.
     pub async fn start(self) -> anyhow::Result<RunningReplica> {
-        running::start(self).await
+        server::start(self).await
     }
 
     /// Starts the replica, serves until `shutdown` requests a drain, then leaves.

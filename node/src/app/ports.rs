@@ -80,7 +80,7 @@ impl LogPort {
     }
 
     /// Loses the replicated state, see
-    /// [`ReplicaCore::state_loss`](super::core::ReplicaCore::state_loss).
+    /// [`ReplicaCore::state_loss`](super::replica_core::ReplicaCore::state_loss).
     pub(super) fn lose_state(&self) {
         let mut state = self.shared.state();
         let mut empty = RouterState::new();

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use api::ports::{ChangeError, Cluster};
 use lab::rng::Rng;
-use node::app::core::ReplicaCore;
+use node::app::replica_core::ReplicaCore;
 use state::command::BackendSpec;
 use state::ids::ReplicaId;
 use tokio::runtime::Handle;

@@ -15,7 +15,7 @@ use api::routing::Router;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::core::ReplicaCore;
+use super::replica_core::ReplicaCore;
 use super::intervals::every;
 use super::log_metrics::disk_space;
 

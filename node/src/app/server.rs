@@ -32,8 +32,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::App;
-use super::core::{CorePorts, ReplicaCore};
-use super::figures::FigureSources;
+use super::replica_core::{CorePorts, ReplicaCore};
+use super::replica_stats::FigureSources;
 use super::key_file::{self, read_admin_tokens, read_api_keys};
 use super::leadership::hand_over;
 use super::log_metrics::LogMetrics;

@@ -344,7 +344,7 @@ impl ReplicaCore {
         &self.parts.events
     }
 
-    /// Returns the board with the figures of this replica and its peers. Only `super::figures` sets
+    /// Returns the board with the figures of this replica and its peers. Only `super::replica_stats` sets
     /// this replica's.
     #[must_use]
     pub fn figures(&self) -> &Arc<FigureBoard> {
