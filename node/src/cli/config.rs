@@ -6,9 +6,9 @@ use clap::Subcommand;
 use lab::terminal;
 use serde_json::json;
 
+use super::config_diff;
 use super::config_reload;
 use super::read::print_json;
-use super::settings;
 use super::source::ConfigSource;
 use crate::config::{ConfigErrors, print, schema};
 
@@ -34,9 +34,9 @@ pub(super) enum ConfigCommand {
     /// Print the JSON Schema of config files
     Schema,
     /// Compare a config with a running cluster: exits 0 without differences, 1 with some
-    Diff(settings::DiffArgs),
+    Diff(config_diff::DiffArgs),
     /// Apply a config to a running cluster, after showing the differences
-    Apply(settings::ApplyArgs),
+    Apply(config_diff::ApplyArgs),
     /// Make all replicas that --admin names reload their own configs, as SIGHUP does
     Reload(config_reload::ReloadArgs),
 }
@@ -64,10 +64,10 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         }
         ConfigCommand::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
         ConfigCommand::Diff(args) => {
-            return super::block_on(async { Ok(settings::diff(args).await) });
+            return super::block_on(async { Ok(config_diff::diff(args).await) });
         }
         ConfigCommand::Reload(args) => return super::block_on(config_reload::reload(args)),
-        ConfigCommand::Apply(args) => return super::block_on(settings::apply(args)),
+        ConfigCommand::Apply(args) => return super::block_on(config_diff::apply(args)),
     }
     Ok(ExitCode::SUCCESS)
 }

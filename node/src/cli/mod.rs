@@ -8,6 +8,7 @@ mod cert;
 mod client;
 mod cluster;
 mod config;
+mod config_diff;
 mod config_reload;
 mod decisions;
 mod edit;
@@ -16,10 +17,9 @@ mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod inspect;
 mod keys;
-mod log;
 mod man;
-mod policy;
 mod read;
 mod record;
 mod recover;
@@ -102,13 +102,13 @@ enum CliCommand {
     Key(keys::KeyCommand),
     /// Show or replace the routing policy
     #[command(subcommand)]
-    Policy(policy::PolicyCommand),
+    Policy(settings::PolicyCommand),
     /// Show or change routing settings other than the policy
     #[command(subcommand)]
-    Routing(policy::SettingsCommand),
+    Routing(settings::SettingsCommand),
     /// Show or change admission settings: order, queue, limits
     #[command(subcommand)]
-    Admission(policy::SettingsCommand),
+    Admission(settings::SettingsCommand),
     /// Show where a request would go or went, and why
     Explain(explain::ExplainArgs),
     /// List the last decisions of a replica
@@ -132,7 +132,7 @@ enum CliCommand {
     Restore(backup::RestoreArgs),
     /// Replay the log of a stopped replica, or change what running ones log
     #[command(subcommand)]
-    Log(log::LogCommand),
+    Log(inspect::LogCommand),
     /// Set a damaged store aside so that the replica can rejoin
     Recover(recover::RecoverArgs),
     /// Make tokens for the admin API
@@ -213,15 +213,15 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::User(command) => block_on(users::run(command)),
         CliCommand::Key(command) => block_on(keys::run(command)),
         CliCommand::Users(args) => block_on(watch::watch(args, users::list)),
-        CliCommand::Policy(command) => block_on(policy::policy(command)),
-        CliCommand::Routing(command) => block_on(policy::settings("routing", command)),
-        CliCommand::Admission(command) => block_on(policy::settings("admission", command)),
+        CliCommand::Policy(command) => block_on(settings::policy(command)),
+        CliCommand::Routing(command) => block_on(settings::settings("routing", command)),
+        CliCommand::Admission(command) => block_on(settings::settings("admission", command)),
         CliCommand::Record(args) => block_on(record::run(args)),
         CliCommand::Events(args) => block_on(events::run(args)),
         CliCommand::Audit(args) => block_on(audit::run(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),
         CliCommand::Decisions(args) => block_on(decisions::list(args)),
-        CliCommand::Log(command) => block_on(log::run(command)),
+        CliCommand::Log(command) => block_on(inspect::run(command)),
         CliCommand::Member(command) => block_on(cluster::member(command)),
         CliCommand::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
         CliCommand::Snapshot(args) => block_on(cluster::snapshot(args)),

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use super::client::encoded;
 use super::edit::{WriteArgs, document};
-use super::policy::{self, SettingsCommand};
 use super::read::{ReadArgs, details, json_text, limits, print_json, thousandths};
+use super::settings::{self, SettingsCommand};
 use super::table::cell;
 use super::watch::{WatchArgs, watch};
 
@@ -130,7 +130,7 @@ pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         UserCommand::Set(args) => set(args).await,
-        UserCommand::Defaults(command) => policy::settings("user-defaults", command).await,
+        UserCommand::Defaults(command) => settings::settings("user-defaults", command).await,
         UserCommand::Delete { name, write } => {
             let path = path_of(&name);
             let answer = write.target.send(Method::DELETE, &path, None).await?;
