@@ -32,11 +32,19 @@ const FIELDS: [&str; 7] = [
     "role",
 ];
 
+/// Arguments of `quorate backend`; without an operation, it lists backends.
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(super) struct BackendArgs {
+    #[command(subcommand)]
+    command: Option<BackendCommand>,
+    #[command(flatten)]
+    list: WatchArgs,
+}
+
 /// Operations on backends.
 #[derive(Debug, Subcommand)]
-pub(super) enum BackendCommand {
-    /// List backends
-    List(WatchArgs),
+enum BackendCommand {
     /// Show everything known about a backend
     Show {
         /// Id of the backend
@@ -76,7 +84,7 @@ pub(super) enum BackendCommand {
 
 /// Arguments of `quorate backend add`.
 #[derive(Debug, clap::Args)]
-pub(super) struct AddBackendArgs {
+struct AddBackendArgs {
     /// Id of the backend, which must be new
     id: String,
     /// Base URL of the engine
@@ -89,7 +97,7 @@ pub(super) struct AddBackendArgs {
 
 /// Arguments of `quorate backend set`.
 #[derive(Debug, clap::Args)]
-pub(super) struct SetBackendArgs {
+struct SetBackendArgs {
     /// Id of the backend
     id: String,
     /// Base URL of the engine; a new URL means a new engine, with an empty cache
@@ -161,9 +169,11 @@ impl BackendFields {
 }
 
 /// Runs `quorate backend ...`.
-pub(super) async fn run(command: BackendCommand) -> anyhow::Result<ExitCode> {
+pub(super) async fn run(args: BackendArgs) -> anyhow::Result<ExitCode> {
+    let Some(command) = args.command else {
+        return watch(args.list, list).await;
+    };
     let (id, done, method, action, write, wait) = match command {
-        BackendCommand::List(args) => return watch(args, list).await,
         BackendCommand::Show { id, read } => return show(&id, read).await,
         BackendCommand::Add(args) => return add(args).await,
         BackendCommand::Set(args) => return set(args).await,
@@ -197,8 +207,8 @@ fn path_of(id: &str) -> String {
     format!("/admin/v1/backends/{}", encoded(id))
 }
 
-/// Runs `quorate backend list`, and `quorate backends`.
-pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
+/// Lists backends.
+async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let backends = args.target.list("/admin/v1/backends", "backends").await?;
     let text = match args.json {
         true => json_text(&Value::Array(backends))?,

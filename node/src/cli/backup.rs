@@ -128,7 +128,7 @@ pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     if answer["api_keys"].as_u64().is_some_and(|keys| keys > 0) {
         terminal::print(format_args!(
             "{} API keys were restored, without those that this cluster knows to be revoked ({} keys); \
-             `quorate key list` shows them",
+             `quorate key` shows them",
             text("api_keys"),
             text("revoked_api_keys"),
         ))?;

@@ -46,7 +46,7 @@ pub(super) struct ExplainArgs {
     /// Client address of the request [default: a proxy that is trusted to name users]
     #[arg(long, value_name = "ADDRESS")]
     peer: Option<std::net::IpAddr>,
-    /// Explain for the user that `quorate users` lists under this name, whatever the headers
+    /// Explain for the user that `quorate user` lists under this name, whatever the headers
     /// contain
     #[arg(long, value_name = "NAME", conflicts_with = "peer")]
     user: Option<String>,

@@ -1,19 +1,15 @@
-//! `quorate log replay`: the state at a log index, offline, from a data directory or a backup.
-//! `quorate log level`: the log level of running replicas.
+//! `quorate inspect`: the state at a log index, offline, from a data directory or a backup.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
 use api::settings::UserLimitsForm;
-use clap::Subcommand;
-use http::Method;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 use state::RouterState;
 use state::users::UserView;
 
-use super::client::AdminTarget;
 use super::explain;
 use super::read::{limits, print_json, thousandths};
 use super::source::ConfigSource;
@@ -26,58 +22,10 @@ const SHOWN_MAX: usize = 50;
 /// Number of users read from the state at a time.
 const PAGE: usize = 1000;
 
-/// Operations on logs.
-#[derive(Debug, Subcommand)]
-pub(super) enum LogCommand {
-    /// Show the state at a log index, offline: users, backends, limits, and its digest
-    Replay(ReplayLogArgs),
-    /// Change the log level of running replicas, until they restart
-    Level(LogLevelArgs),
-}
-
-/// Arguments of `quorate log level`.
-#[derive(Debug, clap::Args)]
-pub(super) struct LogLevelArgs {
-    /// Level, or a filter such as `info,raft=debug`
-    level: String,
-    #[command(flatten)]
-    target: AdminTarget,
-    /// Print JSON, an entry for each replica
-    #[arg(long)]
-    json: bool,
-}
-
-/// Runs `quorate log level` at every replica that `--admin` names.
-async fn set_level(args: LogLevelArgs) -> anyhow::Result<ExitCode> {
-    let (mut all, mut code) = (Vec::new(), ExitCode::SUCCESS);
-    for target in args.target.each() {
-        let admin = target.url("");
-        let body = json!({ "level": args.level });
-        let answer = target.ask(Method::PUT, "/admin/v1/log", Some(&body)).await;
-        let told = match answer.and_then(|answer| answer.success()) {
-            Ok(told) => json!({ "admin": admin, "level": told["level"] }),
-            Err(error) => {
-                code = ExitCode::FAILURE;
-                json!({ "admin": admin, "error": format!("{error:#}") })
-            }
-        };
-        if !args.json {
-            let said = told.get("error").map(cell);
-            let said = said.unwrap_or_else(|| format!("logs {}", args.level));
-            terminal::print(format_args!("{admin}: {said}"))?;
-        }
-        all.push(told);
-    }
-    if args.json {
-        print_json(&Value::Array(all))?;
-    }
-    Ok(code)
-}
-
-/// Arguments of `quorate log replay`.
+/// Arguments of `quorate inspect`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["data_dir", "backup"]))]
-pub(super) struct ReplayLogArgs {
+pub(super) struct InspectArgs {
     /// Data directory of a stopped replica, or a copy of one; it is only read
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
@@ -102,12 +50,8 @@ pub(super) struct ReplayLogArgs {
     config: ConfigSource,
 }
 
-/// Runs `quorate log ...`.
-pub(super) async fn run(command: LogCommand) -> anyhow::Result<ExitCode> {
-    let args = match command {
-        LogCommand::Replay(args) => args,
-        LogCommand::Level(args) => return set_level(args).await,
-    };
+/// Runs `quorate inspect`.
+pub(super) async fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
     let asked = match &args.explain {
         None => None,
         Some(file) => {
@@ -117,7 +61,7 @@ pub(super) async fn run(command: LogCommand) -> anyhow::Result<ExitCode> {
     };
     let (data_dir, backup, to) = (args.data_dir, args.backup, args.to);
     let scratch = args.scratch.unwrap_or_else(std::env::temp_dir);
-    let scratch = scratch.join(format!("quorate-replay-{}", std::process::id()));
+    let scratch = scratch.join(format!("quorate-inspect-{}", std::process::id()));
     let replayed =
         tokio::task::spawn_blocking(move || open(data_dir.as_deref(), backup, &scratch, to));
     let replayed = replayed.await??;

@@ -17,19 +17,24 @@ use super::table::cell;
 use super::token::SecretFile;
 use crate::json_client::AnswerError;
 
+/// Arguments of `quorate key`; without an operation, it lists keys, without their secrets.
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(super) struct KeyArgs {
+    #[command(subcommand)]
+    command: Option<KeyCommand>,
+    /// Only keys of this user
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
+    #[command(flatten)]
+    read: ReadArgs,
+}
+
 /// Operations on API keys.
 #[derive(Debug, Subcommand)]
-pub(super) enum KeyCommand {
+enum KeyCommand {
     /// Create a key and print its secret, which is not stored anywhere
     Create(CreateKeyArgs),
-    /// List keys; secrets are not shown
-    List {
-        /// Only keys of this user
-        #[arg(long, value_name = "NAME")]
-        user: Option<String>,
-        #[command(flatten)]
-        read: ReadArgs,
-    },
     /// Revoke a key, so that all replicas refuse it
     Revoke {
         /// Id of the key
@@ -51,7 +56,7 @@ pub(super) enum KeyCommand {
 
 /// Arguments of `quorate key create`.
 #[derive(Debug, clap::Args)]
-pub(super) struct CreateKeyArgs {
+struct CreateKeyArgs {
     /// User that the key belongs to
     user: String,
     /// Name of the key [default: the user's name]
@@ -75,7 +80,7 @@ pub(super) struct CreateKeyArgs {
 
 /// Arguments of commands that create a secret.
 #[derive(Debug, clap::Args)]
-pub(super) struct SecretArgs {
+struct SecretArgs {
     /// Write the secret to this new file instead of printing it
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -84,10 +89,12 @@ pub(super) struct SecretArgs {
 }
 
 /// Runs `quorate key ...`.
-pub(super) async fn run(command: KeyCommand) -> anyhow::Result<ExitCode> {
+pub(super) async fn run(args: KeyArgs) -> anyhow::Result<ExitCode> {
+    let Some(command) = args.command else {
+        return list(args.user.as_deref(), &args.read).await;
+    };
     match command {
         KeyCommand::Create(args) => create(args).await,
-        KeyCommand::List { user, read } => list(user.as_deref(), &read).await,
         KeyCommand::Revoke { id, write } => {
             let path = path_of(&id);
             let answer = write.target.send(Method::DELETE, &path, None).await?;

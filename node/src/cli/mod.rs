@@ -17,8 +17,10 @@ mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod groups;
 mod inspect;
 mod keys;
+mod log_level;
 mod man;
 mod read;
 mod record;
@@ -63,62 +65,37 @@ pub struct Cli {
     command: CliCommand,
 }
 
+/// The commands, in the order of [`groups::GROUPS`], which shows them.
 #[derive(Debug, Subcommand)]
 enum CliCommand {
-    /// Run a demo cluster on loopback: three replicas, emulated engines and a load test
-    Dev(crate::dev::DevArgs),
     /// Run one replica
     Serve(serve::ServeArgs),
-    /// Run an emulated vLLM engine
-    Engine(lab::engine::EngineArgs),
-    /// Check what an engine can do, and show what Quorate will therefore do
-    EngineCheck(engine_check::EngineCheckArgs),
-    /// Replay a recorded trace against running replicas and report hit rates and latencies
-    Replay(lab::replay::ReplayArgs),
-    /// Compare policies, queue orders and cluster sizes in a simulation
-    Simulate(Box<simulate::SimulateCommand>),
-    /// Check or print a config, or compare it with a running cluster
-    #[command(subcommand)]
-    Config(config::ConfigCommand),
-    /// Make certificates for a cluster
-    #[command(subcommand)]
-    Cert(cert::CertCommand),
+    /// Run a demo cluster on loopback, with engines and a load test
+    Dev(crate::dev::DevArgs),
     /// Show the cluster as a replica sees it
     Status(watch::WatchArgs),
     /// Show replicas, backends and users, live
     Top(top::TopArgs),
-    /// List, add, change, drain or remove backends
-    #[command(subcommand)]
-    Backend(backends::BackendCommand),
-    /// List backends: short for `backend list`
-    Backends(watch::WatchArgs),
-    /// List users, set their weights and limits, or delete them
-    #[command(subcommand)]
-    User(users::UserCommand),
-    /// List users: short for `user list`
-    Users(watch::WatchArgs),
-    /// Create, list, rotate or revoke API keys of clients
-    #[command(subcommand)]
-    Key(keys::KeyCommand),
-    /// Show or replace the routing policy
-    #[command(subcommand)]
-    Policy(settings::PolicyCommand),
-    /// Show or change routing settings other than the policy
-    #[command(subcommand)]
-    Routing(settings::SettingsCommand),
-    /// Show or change admission settings: order, queue, limits
-    #[command(subcommand)]
-    Admission(settings::SettingsCommand),
+    /// List backends; show, add, change, drain or remove one
+    Backend(backends::BackendArgs),
+    /// List users; show, change or delete one
+    User(users::UserArgs),
     /// Show where a request would go or went, and why
     Explain(explain::ExplainArgs),
     /// List the last decisions of a replica
     Decisions(decisions::DecisionsArgs),
-    /// Record requests, without texts and names, for `simulate --from-decisions`
-    Record(record::RecordArgs),
     /// Follow what changes in the cluster
     Events(read::ReadArgs),
-    /// Show the last writes to the cluster and who made them
-    Audit(audit::AuditArgs),
+    /// Show or change the cluster's policy, routing and admission
+    #[command(subcommand)]
+    Settings(settings::SettingsCommand),
+    /// List API keys of clients; create, rotate or revoke one
+    Key(keys::KeyArgs),
+    /// Check, print or apply a config, or compare it with a cluster
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
+    /// Show or set the log level of running replicas
+    LogLevel(log_level::LogLevelArgs),
     /// Add, promote or remove cluster members
     #[command(subcommand)]
     Member(cluster::MemberCommand),
@@ -130,11 +107,25 @@ enum CliCommand {
     Backup(backup::BackupArgs),
     /// Replace the cluster's state with a backup
     Restore(backup::RestoreArgs),
-    /// Replay the log of a stopped replica, or change what running ones log
-    #[command(subcommand)]
-    Log(inspect::LogCommand),
     /// Set a damaged store aside so that the replica can rejoin
     Recover(recover::RecoverArgs),
+    /// Show the state in a data directory or a backup, offline
+    Inspect(inspect::InspectArgs),
+    /// Show the last writes to the cluster and who made them
+    Audit(audit::AuditArgs),
+    /// Run an emulated vLLM engine
+    Engine(lab::engine::EngineArgs),
+    /// Show what an engine can do, and how Quorate will use it
+    EngineCheck(engine_check::EngineCheckArgs),
+    /// Replay a trace against replicas; report hit rate and latency
+    Replay(lab::replay::ReplayArgs),
+    /// Record requests, without texts and names, for `simulate`
+    Record(record::RecordArgs),
+    /// Compare policies, queue orders and cluster sizes, simulated
+    Simulate(Box<simulate::SimulateCommand>),
+    /// Make certificates for a cluster
+    #[command(subcommand)]
+    Cert(cert::CertCommand),
     /// Make tokens for the admin API
     #[command(subcommand)]
     Token(token::TokenCommand),
@@ -154,7 +145,7 @@ const DEV_LOG: &str = "warn,raft=error,openraft=off,sled=off,h2=off,hyper=off,to
 /// Runs the command in this process's arguments, and returns its exit code.
 #[must_use]
 pub fn main() -> ExitCode {
-    let matches = Cli::command().get_matches();
+    let matches = command().get_matches();
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     if cli.wide {
         show_all_columns();
@@ -173,6 +164,11 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// Returns the command line, whose help lists the commands by group.
+fn command() -> clap::Command {
+    groups::grouped(Cli::command())
+}
+
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         CliCommand::Config(command) => config::run(command),
@@ -181,11 +177,11 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Token(command) => token::run(command),
         CliCommand::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "quorate", &mut script);
+            clap_complete::generate(shell, &mut command(), "quorate", &mut script);
             print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::SUCCESS)
         }
-        CliCommand::Man(args) => man::run(args, Cli::command()),
+        CliCommand::Man(args) => man::run(args, command()),
         CliCommand::Serve(args) => serve::run(args),
         CliCommand::Replay(args) => {
             // The temporary clusters of a comparison log little of interest.
@@ -208,20 +204,17 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::EngineCheck(args) => block_on(engine_check::run(args)),
         CliCommand::Status(args) => block_on(watch::watch(args, read::status)),
         CliCommand::Top(args) => block_on(top::run(args)),
-        CliCommand::Backend(command) => block_on(backends::run(command)),
-        CliCommand::Backends(args) => block_on(watch::watch(args, backends::list)),
-        CliCommand::User(command) => block_on(users::run(command)),
-        CliCommand::Key(command) => block_on(keys::run(command)),
-        CliCommand::Users(args) => block_on(watch::watch(args, users::list)),
-        CliCommand::Policy(command) => block_on(settings::policy(command)),
-        CliCommand::Routing(command) => block_on(settings::settings("routing", command)),
-        CliCommand::Admission(command) => block_on(settings::settings("admission", command)),
+        CliCommand::Backend(args) => block_on(backends::run(args)),
+        CliCommand::User(args) => block_on(users::run(args)),
+        CliCommand::Key(args) => block_on(keys::run(args)),
+        CliCommand::Settings(command) => block_on(settings::run(command)),
         CliCommand::Record(args) => block_on(record::run(args)),
         CliCommand::Events(args) => block_on(events::run(args)),
         CliCommand::Audit(args) => block_on(audit::run(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),
         CliCommand::Decisions(args) => block_on(decisions::list(args)),
-        CliCommand::Log(command) => block_on(inspect::run(command)),
+        CliCommand::LogLevel(args) => block_on(log_level::run(args)),
+        CliCommand::Inspect(args) => block_on(inspect::run(args)),
         CliCommand::Member(command) => block_on(cluster::member(command)),
         CliCommand::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
         CliCommand::Snapshot(args) => block_on(cluster::snapshot(args)),
@@ -321,7 +314,7 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
+        command().debug_assert();
     }
 
     #[test]

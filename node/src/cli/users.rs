@@ -12,15 +12,23 @@ use serde_json::{Value, json};
 use super::client::encoded;
 use super::edit::{WriteArgs, document};
 use super::read::{ReadArgs, details, json_text, limits, print_json, thousandths};
-use super::settings::{self, SettingsCommand};
+use super::settings::{self, DefaultsCommand};
 use super::table::cell;
 use super::watch::{WatchArgs, watch};
 
+/// Arguments of `quorate user`; without an operation, it lists users, highest usage first.
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(super) struct UserArgs {
+    #[command(subcommand)]
+    command: Option<UserCommand>,
+    #[command(flatten)]
+    list: WatchArgs,
+}
+
 /// Operations on users.
 #[derive(Debug, Subcommand)]
-pub(super) enum UserCommand {
-    /// List users, highest usage first
-    List(WatchArgs),
+enum UserCommand {
     /// Show everything known about a user
     Show {
         /// Name of the user
@@ -32,7 +40,7 @@ pub(super) enum UserCommand {
     Set(SetUserArgs),
     /// Show or change the defaults of users
     #[command(subcommand)]
-    Defaults(SettingsCommand),
+    Defaults(DefaultsCommand),
     /// Delete a user who has no requests in progress
     Delete {
         /// Name of the user
@@ -53,7 +61,7 @@ pub(super) enum UserCommand {
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("bound").multiple(true).args(["requests", "tokens", "concurrent", "window"]))]
 #[command(group = clap::ArgGroup::new("budget").multiple(true).args(["budget_day", "budget_month"]))]
-pub(super) struct SetUserArgs {
+struct SetUserArgs {
     /// Name of the user
     name: String,
     /// Share of the fleet relative to other users: 2 gets twice as much as 1
@@ -118,9 +126,11 @@ fn weight(text: &str) -> Result<u32, String> {
 }
 
 /// Runs `quorate user ...`.
-pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
+pub(super) async fn run(args: UserArgs) -> anyhow::Result<ExitCode> {
+    let Some(command) = args.command else {
+        return watch(args.list, list).await;
+    };
     match command {
-        UserCommand::List(args) => watch(args, list).await,
         UserCommand::Show { name, read } => {
             let user = read.target.get(&path_of(&name)).await?;
             if read.json {
@@ -130,7 +140,7 @@ pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         UserCommand::Set(args) => set(args).await,
-        UserCommand::Defaults(command) => settings::settings("user-defaults", command).await,
+        UserCommand::Defaults(command) => settings::user_defaults(command).await,
         UserCommand::Delete { name, write } => {
             let path = path_of(&name);
             let answer = write.target.send(Method::DELETE, &path, None).await?;
@@ -151,8 +161,8 @@ fn path_of(name: &str) -> String {
     format!("/admin/v1/users/{}", encoded(name))
 }
 
-/// Runs `quorate user list` and `quorate users`: lists users, highest usage first.
-pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
+/// Lists users, highest usage first.
+async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let mut users = args.target.list("/admin/v1/users", "users").await?;
     users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
     if args.json {

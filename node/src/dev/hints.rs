@@ -61,7 +61,7 @@ impl DevHints<'_> {
         let commands = [
             "status".to_owned(),
             "top".to_owned(),
-            "backends".to_owned(),
+            "backend".to_owned(),
             format!("explain --model {model} --prompt \"$PROMPT\""),
         ];
         let commands = commands.map(|command| format!("{program} {command}"));

@@ -256,7 +256,7 @@ fn the_log_level_command_changes_a_running_replica() {
     let reloaded = Reloaded::start();
     let admin = reloaded.replica.admin.to_string();
     let level = |level: &str, flags: &[&str]| {
-        let output = quorate(&[&["log", "level", level, "--admin", &*admin], flags].concat());
+        let output = quorate(&[&["log-level", level, "--admin", &*admin], flags].concat());
         let told = format!("{}{}", text(&output.stdout), text(&output.stderr));
         (output.status.code(), told)
     };
@@ -284,12 +284,13 @@ fn the_log_level_command_changes_a_running_replica() {
         (code, &told[0]["level"]),
         (Some(0), &json!("warn,api=info"))
     );
-    let shown = reloaded.replica.admin("/admin/v1/log");
-    assert_eq!(shown["level"], "warn,api=info");
+    let shown = quorate(&["log-level", "--admin", &admin]);
+    let shown = text(&shown.stdout);
+    assert!(shown.ends_with(": logs warn,api=info\n"), "{shown}");
     // Every replica is asked, and unreachable ones are reported.
     let [nobody] = free();
     let both = format!("{nobody},{admin}");
-    let output = quorate(&["log", "level", "error", "--admin", &both]);
+    let output = quorate(&["log-level", "error", "--admin", &both]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     assert_eq!(reloaded.replica.admin("/admin/v1/log")["level"], "error");
 }

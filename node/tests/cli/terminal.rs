@@ -83,14 +83,14 @@ fn output_fits_80_columns_in_whole_words() {
         &["audit"],
         &["audit", "--calls"],
         &["status"],
-        &["backends"],
+        &["backend"],
         &["backend", "show", "engine-that-answers"],
-        &["users"],
-        &["user", "list"],
+        &["user"],
+        &["key"],
         &["decisions"],
-        &["policy", "get"],
-        &["routing", "get"],
-        &["admission", "get"],
+        &["settings", "get", "policy"],
+        &["settings", "get", "routing"],
+        &["settings", "get", "admission"],
         &prompt,
     ];
     for args in commands {
@@ -106,7 +106,7 @@ fn output_fits_80_columns_in_whole_words() {
         assert!(!piped.contains("not shown"), "{args:?}:\n{piped}");
         assert!(!shown.contains('\u{1b}') && !piped.contains('\u{1b}'));
     }
-    let args = ["backends", "--admin", &admin];
+    let args = ["backend", "--admin", &admin];
     let shown = on_terminal(quorate(&args), 80);
     for word in ["engine-that-answers", "healthy", "unhealthy", "refused"] {
         assert!(shown.contains(word), "{word} in\n{shown}");
@@ -147,14 +147,14 @@ fn output_to_a_pipe_is_json() {
     let (_engine, replica, admin) = busy_replica();
     let commands: [&[&str]; 12] = [
         &["status"],
-        &["backends"],
+        &["backend"],
         &["backend", "show", "engine-that-answers"],
-        &["users"],
+        &["user"],
         &["user", "show", "anonymous"],
         &["decisions"],
-        &["policy", "get"],
-        &["routing", "get"],
-        &["admission", "get"],
+        &["settings", "get", "policy"],
+        &["settings", "get", "routing"],
+        &["settings", "get", "admission"],
         &["snapshot"],
         &["backend", "drain", "engine-that-refuses"],
         &["user", "set", "ada", "--weight", "2"],

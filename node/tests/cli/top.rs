@@ -88,7 +88,7 @@ fn top_reports_unreachable_replicas_and_bad_flags_at_once() {
     let piped = quorate(&["top", "--admin", &admin]);
     assert_eq!(piped.status.code(), Some(1));
     assert!(text(&piped.stderr).contains("`quorate top --once`"));
-    let hasty = quorate(&["users", "--watch", "1ms", "--admin", &admin]);
+    let hasty = quorate(&["user", "--watch", "1ms", "--admin", &admin]);
     assert_eq!(hasty.status.code(), Some(2));
     assert!(text(&hasty.stderr).contains("expected 100ms or longer"));
 }

@@ -85,11 +85,11 @@ async fn log_replay_reproduces_a_replicas_state() {
     done(&at, &["backup", backup]).await;
     let data = dir.path().join("n1");
     let data = data.to_str().unwrap();
-    let in_use = failed(&at, &["log", "replay", "--data-dir", data]).await;
+    let in_use = failed(&at, &["inspect", "--data-dir", data]).await;
     assert!(in_use.contains("a replica runs on it"), "{in_use}");
     leave(replicas).await;
     let index = past["index"].to_string();
-    let replay = ["log", "replay", "--data-dir", data, "--to", &index];
+    let replay = ["inspect", "--data-dir", data, "--to", &index];
     let shown = done(&at, &[&replay[..], &["--json"]].concat()).await;
     let shown: Value = serde_json::from_str(&shown).unwrap();
     assert_eq!(
@@ -122,12 +122,12 @@ async fn log_replay_reproduces_a_replicas_state() {
     );
     assert!(told.contains("load     unknown"), "{told}");
 
-    let beyond = ["log", "replay", "--data-dir", data, "--to", "1000000"];
+    let beyond = ["inspect", "--data-dir", data, "--to", "1000000"];
     let refused = failed(&at, &beyond).await;
     assert!(refused.contains("is not in this store"), "{refused}");
-    let of_backup = done(&at, &["log", "replay", "--backup", backup, "--json"]).await;
+    let of_backup = done(&at, &["inspect", "--backup", backup, "--json"]).await;
     let of_backup: Value = serde_json::from_str(&of_backup).unwrap();
     assert_eq!(of_backup["policy"]["policy"], "round-robin");
-    let refused = failed(&at, &["log", "replay", "--backup", backup, "--to", &index]).await;
+    let refused = failed(&at, &["inspect", "--backup", backup, "--to", &index]).await;
     assert!(refused.contains("is not in this backup"), "{refused}");
 }

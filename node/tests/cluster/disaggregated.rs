@@ -139,7 +139,7 @@ async fn prefill_and_decode_engines_share_a_request() {
     assert!(!headers.contains_key("x-quorate-prefill"), "{headers:?}");
     assert_eq!(headers["x-quorate-backend"], "engine-1");
 
-    let listed = done(&at, &["backends", "--wide"]).await;
+    let listed = done(&at, &["backend", "--wide"]).await;
     let has_roles = listed.contains("prefill") && listed.contains("decode");
     assert!(has_roles, "{listed}");
     let prompt = question(2, 600)["prompt"].as_str().unwrap().to_owned();
