@@ -101,7 +101,7 @@ impl AdmissionMetrics {
             self.waiting.clone(),
         );
         registry.register(
-            "quorate_admission_waiting_users",
+            "quorate_admission_waiting_users_here",
             "Users with requests waiting here that have not had a backend yet, summed over models",
             self.waiting_users.clone(),
         );

@@ -30,28 +30,16 @@ impl ScrapedReplica {
                 cluster: self.load.cluster(backend.handle, now).running,
             })
             .collect();
-        page.gauges(
-            "quorate_backend_prediction_error_ratio",
-            "Recent prediction error of all replicas: (predicted - cached) / prompt tokens",
-            "backend",
-            rows.iter().filter_map(|row| {
-                let permille = row.served?.accuracy?.error_permille;
-                Some((row.id(), f64::from(permille) / 1000.0))
-            }),
-        )?;
         for (name, help, value) in BACKEND_GAUGES {
             let of_rows = rows.iter().filter_map(|row| Some((row.id(), value(row)?)));
             page.gauges(name, help, "backend", of_rows)?;
         }
-        page.gauges(
-            "quorate_backend_engine_kv_usage_ratio",
-            "KV cache usage reported by the engine",
-            "backend",
-            rows.iter().filter_map(|row| {
-                let permille = row.record.metrics.kv_usage_permille?;
-                Some((row.id(), f64::from(permille) / 1000.0))
-            }),
-        )?;
+        for (name, help, permille) in BACKEND_RATIOS {
+            let of_rows = rows
+                .iter()
+                .filter_map(|row| Some((row.id(), f64::from(permille(row)?) / 1000.0)));
+            page.gauges(name, help, "backend", of_rows)?;
+        }
         for (name, help, nanoseconds) in BACKEND_PRICES {
             let of_rows = rows.iter().filter_map(|row| {
                 let nanoseconds = nanoseconds(&row.served?.learnt?);
@@ -217,6 +205,32 @@ const BACKEND_PRICES: [BackendPrice; 2] = [
     ),
 ];
 
+/// Name, help and value, in thousandths, of a ratio of each backend. Backends without a value are
+/// omitted.
+type BackendRatio = (
+    &'static str,
+    &'static str,
+    fn(&BackendRow<'_>) -> Option<i32>,
+);
+
+const BACKEND_RATIOS: [BackendRatio; 3] = [
+    (
+        "quorate_backend_prediction_error_ratio",
+        "Recent prediction error of all replicas: (predicted - cached) / prompt tokens",
+        |row| Some(row.served?.accuracy?.error_permille),
+    ),
+    (
+        "quorate_backend_capacity_correction_ratio",
+        "Factor by which the cache capacity that the engine reports is corrected",
+        |row| row.served?.accuracy?.correction_permille.try_into().ok(),
+    ),
+    (
+        "quorate_backend_engine_kv_usage_ratio",
+        "KV cache usage reported by the engine",
+        |row| row.record.metrics.kv_usage_permille?.try_into().ok(),
+    ),
+];
+
 /// Name, help and value of a gauge of each backend. Backends without a value are omitted.
 type BackendGauge = (
     &'static str,
@@ -224,7 +238,7 @@ type BackendGauge = (
     fn(&BackendRow<'_>) -> Option<u64>,
 );
 
-const BACKEND_GAUGES: [BackendGauge; 14] = [
+const BACKEND_GAUGES: [BackendGauge; 13] = [
     (
         "quorate_backend_healthy",
         "1 while the backend is healthy, as seen by this replica",
@@ -289,10 +303,5 @@ const BACKEND_GAUGES: [BackendGauge; 14] = [
         "quorate_backend_prediction_off",
         "1 while cache predictions are off by more than routing.prediction_off_permille",
         |row| Some(row.served?.accuracy?.is_off.into()),
-    ),
-    (
-        "quorate_backend_capacity_correction_permille",
-        "Correction applied to the cache capacity the engine reports, in thousandths",
-        |row| Some(row.served?.accuracy?.correction_permille.into()),
     ),
 ];

@@ -304,10 +304,9 @@ impl ScrapedReplica {
 
     fn state(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
-        let (mut users, mut leases) = (0, 0);
+        let mut leases = 0;
         let mut owned = Vec::with_capacity(registry.backends.len());
         self.cluster.with_state(&mut |state| {
-            users = state.users_len();
             leases = state.open_leases();
             owned.clear();
             for backend in &registry.backends {
@@ -323,7 +322,6 @@ impl ScrapedReplica {
             "Owned blocks of all backends",
             &blocks,
         )?;
-        page.gauge("quorate_state_users", "Users known", &(users as u64))?;
         page.gauge("quorate_state_leases", "Open leases", &(leases as u64))?;
         page.gauge(
             "quorate_state_backends",

@@ -20,12 +20,12 @@ impl ScrapedReplica {
         page.gauge("quorate_users_known", "Users known", &known)?;
         page.gauge(
             "quorate_users_backlogged",
-            "Users with requests in flight",
+            "Users with requests in flight from any replica",
             &in_flight,
         )?;
         page.gauge(
-            "quorate_users_waiting",
-            "Users with requests waiting for admission",
+            "quorate_users_waiting_cluster",
+            "Users with requests waiting for a backend at any replica",
             &waiting,
         )?;
         page.gauge(

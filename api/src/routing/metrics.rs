@@ -1,7 +1,6 @@
 //! Metrics of routing, prefix predictions, shares and the outbox.
 
 use std::collections::BTreeSet;
-use std::ops::Deref;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -70,7 +69,6 @@ pub struct RoutingMetrics {
     decisions: Family<DecisionLabels, Counter>,
     filtered: FilterCounters,
     panics: Family<ModelLabels, Gauge>,
-    in_flight: Family<BackendLabels, Gauge>,
     ended: Family<EndLabels, Counter>,
     prompt_tokens: Family<BackendLabels, Counter>,
     predicted_tokens: Family<BackendLabels, Counter>,
@@ -132,35 +130,9 @@ const ENDS: [AttemptEnd; 5] = [
     AttemptEnd::Failed,
 ];
 
-/// Counts an attempt in its backend's in-flight gauge until dropped.
-#[derive(Debug)]
-pub(super) struct InFlightGuard(Arc<BackendMeter>);
-
-impl InFlightGuard {
-    pub(super) fn at(meter: Arc<BackendMeter>) -> Self {
-        meter.in_flight.inc();
-        Self(meter)
-    }
-}
-
-impl Deref for InFlightGuard {
-    type Target = BackendMeter;
-
-    fn deref(&self) -> &BackendMeter {
-        &self.0
-    }
-}
-
-impl Drop for InFlightGuard {
-    fn drop(&mut self) {
-        self.0.in_flight.dec();
-    }
-}
-
 /// Metrics of one backend, cached to avoid lookups.
 #[derive(Debug)]
 pub(super) struct BackendMeter {
-    in_flight: Gauge,
     prompt_tokens: Counter,
     predicted_tokens: Counter,
     cached_tokens: Counter,
@@ -190,11 +162,6 @@ impl RoutingMetrics {
             "quorate_route_panic",
             "1 while the model's probes are ignored, because most fail while requests succeed",
             &self.panics,
-        );
-        add(
-            "quorate_route_in_flight",
-            "Requests in flight from this replica",
-            &self.in_flight,
         );
         add(
             "quorate_route_attempts",
@@ -281,7 +248,6 @@ impl RoutingMetrics {
             self.ended.get_or_create_owned(&labels)
         };
         Arc::new(BackendMeter {
-            in_flight: self.in_flight.get_or_create_owned(&labels),
             prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
             predicted_tokens: self.predicted_tokens.get_or_create_owned(&labels),
             cached_tokens: self.cached_tokens.get_or_create_owned(&labels),
@@ -309,7 +275,6 @@ impl RoutingMetrics {
         let labels = BackendLabels {
             backend: backend.to_owned(),
         };
-        self.in_flight.remove(&labels);
         for family in [
             &self.prompt_tokens,
             &self.predicted_tokens,

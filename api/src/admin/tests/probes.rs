@@ -212,7 +212,6 @@ async fn metrics_carry_no_users() {
         .await;
     assert_eq!(put.status, StatusCode::OK);
     let answer = bench.call("GET", "/metrics", "").await;
-    assert!(answer.body.contains("quorate_state_users 1"));
     assert!(answer.body.contains("quorate_users_known 1"));
     assert!(!answer.body.contains("secret-name"));
 }
@@ -261,7 +260,7 @@ async fn user_metrics_are_sums() {
     for line in [
         "quorate_users_known 2",
         "quorate_users_backlogged 2",
-        "quorate_users_waiting 0",
+        "quorate_users_waiting_cluster 0",
         "quorate_users_over_limits 1",
         "quorate_users_charged_tokens_total 40",
     ] {

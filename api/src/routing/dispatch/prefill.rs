@@ -19,7 +19,7 @@ use super::prompt_size::PromptSize;
 use super::samples::{AttemptTimer, EndedRequest};
 use crate::engines::backends::HalfOpenProbe;
 use crate::routing::load::LoadGuard;
-use crate::routing::metrics::InFlightGuard;
+use crate::routing::metrics::BackendMeter;
 use crate::routing::{AttemptEnd, PrefillDecision, ReservedPlace, RoutingRequest, Usage};
 
 /// A prompt in flight at its prefill backend. Dropping it ends the attempt: as finished if the
@@ -40,7 +40,7 @@ struct OpenPrefill {
     /// ends.
     trial: Option<Arc<HalfOpenProbe>>,
     underway: LoadGuard,
-    meter: InFlightGuard,
+    meter: Arc<BackendMeter>,
     prompt: PromptSize,
     is_touching: bool,
     is_answered: bool,
@@ -65,7 +65,7 @@ impl Dispatcher {
             stopwatch: AttemptTimer::start(before, uncached_tokens, now),
             trial: chosen.trial.clone(),
             underway: place.into_guard(uncached_tokens),
-            meter: InFlightGuard::at(self.fleet.meter(backend, &chosen.name)),
+            meter: self.fleet.meter(backend, &chosen.name),
             prompt,
             is_touching: touch.is_due(self.session, id),
             is_answered: false,

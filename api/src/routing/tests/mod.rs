@@ -540,7 +540,6 @@ fn metrics_count_predictions_and_attempt_ends() {
     for line in [
         "quorate_route_decisions_total{policy=\"cost\",outcome=\"chosen\"} 2",
         "quorate_route_decisions_total{policy=\"cost\",outcome=\"all-tried\"} 1",
-        "quorate_route_in_flight{backend=\"b0\"} 0",
         "quorate_route_attempts_total{backend=\"b0\",outcome=\"finished\"} 2",
         "quorate_prefix_prompt_tokens_total{backend=\"b0\"} 200",
         "quorate_prefix_predicted_tokens_total{backend=\"b0\"} 96",

@@ -35,7 +35,7 @@ use super::samples::AttemptTimer;
 use crate::engines::backends::{AnswerForm, HalfOpenProbe};
 use crate::routing::decide::decision_record::DecisionRecord;
 use crate::routing::load::LoadGuard;
-use crate::routing::metrics::InFlightGuard;
+use crate::routing::metrics::BackendMeter;
 use crate::routing::outbox::{ChargeCommit, Outbox};
 use crate::routing::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::traces::AttemptTrace;
@@ -72,7 +72,7 @@ pub(in crate::routing) struct OpenAttempt {
     /// Whether the lease renews the age of all its blocks, not only of those it added.
     pub(in crate::routing) is_touching: bool,
     underway: LoadGuard,
-    meter: InFlightGuard,
+    meter: Arc<BackendMeter>,
     /// Chain of blocks that the response continues; `None` if output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
@@ -170,7 +170,7 @@ impl Dispatcher {
         let stopwatch = AttemptTimer::start(before, computed_here, now);
         let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
-        let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
+        let meter = self.fleet.meter(backend, &decision.name);
         let held = self.held(backend, &identity.chain, decision.matched);
         let (user, advance) = self.outbox.with(|outbox| {
             outbox.follow_names(registry.names_since);
