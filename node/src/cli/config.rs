@@ -10,7 +10,7 @@ use super::config_diff;
 use super::config_reload;
 use super::read::print_json;
 use super::source::ConfigSource;
-use crate::config::{ConfigErrors, print, schema};
+use crate::config::{ConfigErrors, print, print_basic, schema};
 
 /// Operations on a config.
 #[derive(Debug, Subcommand)]
@@ -27,8 +27,11 @@ pub(super) enum ConfigCommand {
     Print {
         #[command(flatten)]
         source: ConfigSource,
-        /// Print the values as JSON
+        /// Print the keys that a first production cluster needs, with their descriptions
         #[arg(long)]
+        basic: bool,
+        /// Print the values as JSON
+        #[arg(long, conflicts_with = "basic")]
         json: bool,
     },
     /// Print the JSON Schema of config files
@@ -53,14 +56,19 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         }
         ConfigCommand::Check { source, json: true } => return check(source),
         ConfigCommand::Print {
-            source,
-            json: false,
+            mut source,
+            basic: true,
+            ..
         } => {
-            terminal::print(print(&source.load()?).trim_end())?;
+            source.set_placeholder_id();
+            terminal::print(print_basic(&source.load()?).trim_end())?;
         }
-        ConfigCommand::Print { source, json: true } => {
+        ConfigCommand::Print { source, json, .. } => {
             let loaded = source.load()?;
-            print_json(&json!({ "file": loaded.file, "values": loaded.values }))?;
+            if json {
+                return print_json(&json!({ "file": loaded.file, "values": loaded.values }));
+            }
+            terminal::print(print(&loaded).trim_end())?;
         }
         ConfigCommand::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
         ConfigCommand::Diff(args) => {

@@ -86,10 +86,7 @@ pub(super) async fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
 /// Returns the config for `--explain`. Without a file, it is the default config with a placeholder
 /// id.
 fn explaining(mut source: ConfigSource) -> anyhow::Result<Config> {
-    let is_named = source.set.iter().any(|it| it.starts_with("node.id="));
-    if source.config.is_none() && !is_named {
-        source.set.insert(0, "node.id=1".to_owned());
-    }
+    source.set_placeholder_id();
     Ok(source.load()?.config)
 }
 

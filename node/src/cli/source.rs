@@ -16,6 +16,14 @@ pub(super) struct ConfigSource {
 }
 
 impl ConfigSource {
+    /// Sets `node.id` to 1 if neither a file nor a flag can set it.
+    pub(super) fn set_placeholder_id(&mut self) {
+        let is_named = self.set.iter().any(|it| it.starts_with("node.id="));
+        if self.config.is_none() && !is_named {
+            self.set.insert(0, "node.id=1".to_owned());
+        }
+    }
+
     /// Reads and checks the config.
     pub(super) fn load(self) -> anyhow::Result<Loaded> {
         self.load_with(Vec::new())

@@ -95,9 +95,11 @@ pub struct ConfigFile {
 pub struct NodeConfig {
     /// This replica's id, unique in the cluster; or `from-hostname`: the number after the last `-`
     /// of the host name, plus one, for the pods of a StatefulSet (`quorate-0` is 1).
+    #[schemars(extend("x-basic" = true))]
     #[default(Parsed(IdSource::Number(ReplicaId(0))))]
     pub id: Parsed<NodeId>,
     /// Directory for the log, the vote and the snapshots.
+    #[schemars(extend("x-basic" = true))]
     #[default("/var/lib/quorate".into())]
     pub data_dir: PathBuf,
 }
@@ -107,12 +109,15 @@ pub struct NodeConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct ListenConfig {
     /// Listener for clients.
+    #[schemars(extend("x-basic" = true))]
     #[default(loopback(8080))]
     pub data: Parsed<Address>,
     /// Listener for the admin API, metrics and readiness checks.
+    #[schemars(extend("x-basic" = true))]
     #[default(loopback(8081))]
     pub admin: Parsed<Address>,
     /// Listener for other replicas.
+    #[schemars(extend("x-basic" = true))]
     #[default(loopback(8082))]
     pub peer: Parsed<Address>,
     /// Listener for gateways that ask which engine a request goes to: an endpoint picker of the
@@ -121,6 +126,7 @@ pub struct ListenConfig {
     pub picker: Option<Parsed<Address>>,
     /// Host under which other replicas reach this one, without a port. Default: the address of
     /// `listen.peer`.
+    #[schemars(extend("x-basic" = true))]
     pub advertise: Option<Parsed<Host>>,
 }
 
@@ -134,6 +140,7 @@ pub struct ClusterConfig {
     pub name: Parsed<ClusterName>,
     /// Peer listeners of all replicas that form the cluster. Without `peers`, `peers_dns` and
     /// `join` this replica forms a cluster of one.
+    #[schemars(extend("x-basic" = true))]
     pub peers: Vec<Parsed<HostPort>>,
     /// DNS name that resolves to the peer listeners of all replicas; instead of `peers`.
     pub peers_dns: Option<Parsed<HostPort>>,
@@ -160,6 +167,7 @@ pub struct ClusterConfig {
     pub voters_max: u8,
     /// File with a shared secret of at least 32 bytes. Replicas authenticate each other with it and
     /// encrypt their traffic. Without it, anybody who reaches `listen.peer` is trusted.
+    #[schemars(extend("x-basic" = true))]
     pub secret_file: Option<PathBuf>,
     /// Also talk to replicas that do not have the secret. Only for adding a secret to a running
     /// cluster.
@@ -284,9 +292,11 @@ pub struct BackendConfig {
     /// Id of the backend: letters, digits, `.`, `_`, `-`. Backends listed here that are missing are
     /// registered at every start, unless they were removed through the admin API; differences in
     /// known ones are reported (`quorate config diff`), not applied.
+    #[schemars(extend("x-basic" = true))]
     pub id: String,
     /// Address of the engine: `http://host:port` or `https://host:port`, with a path prefix if its
     /// API has one. The port is 80 or 443 by default. A host name is resolved again every 30 s.
+    #[schemars(extend("x-basic" = true))]
     pub url: Parsed<EngineUrl>,
     /// Model ids it serves; `*`: those the engine lists.
     #[schemars(length(min = 1))]

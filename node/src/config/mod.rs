@@ -62,7 +62,7 @@ pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig, StatefulSetC
 pub(crate) use form::{LogFilter, values};
 pub use identity::IdSource;
 pub use picker::{BodyModeName, PickerConfig};
-pub use print::print;
+pub use print::{print, print_basic};
 pub use schema::schema;
 pub use tls::{
     AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, PickerTlsConfig, TlsConfig,

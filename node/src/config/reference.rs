@@ -6,7 +6,7 @@ use std::fmt::Write;
 use expect_test::expect_file;
 use serde_json::Value;
 
-use super::schema::{SCHEMA, Section, expected, sections};
+use super::schema::{SCHEMA, Section, expected, is_basic, sections};
 
 const INTRODUCTION: &str = "# Configuration
 
@@ -21,6 +21,9 @@ Each value comes from the first of these that sets it:
 Unknown keys are errors.
 Variables without `__` are ignored, because orchestrators set such ones, unless they look like a key.
 Lists of tables (`[[models]]`, `[[backends]]`, `[[discovery]]`) can only be set in the file; `quorate serve --backend URL` adds backends.
+
+Most keys can stay as they are.
+A first production cluster needs those marked **basic**; `quorate config print --basic` prints them, with their descriptions, as a file to start from.
 
 `quorate config check` reports every mistake at once, `quorate config print` shows each effective value and where it comes from, and `quorate config schema` prints a JSON Schema for editors.
 This page is generated from the same source as all three.
@@ -54,7 +57,12 @@ fn rows(out: &mut String, section: &Section) {
             None => "none".to_owned(),
         };
         let (expected, about) = (expected(schema), schema["description"].as_str().unwrap());
-        writeln!(out, "| `{name}` | {each}{expected} | {absent} | {about} |").unwrap();
+        let basic = if is_basic(schema) { "**Basic.** " } else { "" };
+        writeln!(
+            out,
+            "| `{name}` | {each}{expected} | {absent} | {basic}{about} |"
+        )
+        .unwrap();
     }
 }
 

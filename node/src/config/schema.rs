@@ -98,6 +98,11 @@ fn collect(path: &str, schema: &'static Value, sections: &mut Vec<Section>) {
     }
 }
 
+/// Whether a first production cluster needs the key with this schema.
+pub(super) fn is_basic(schema: &Value) -> bool {
+    schema["x-basic"] == true
+}
+
 /// Returns paths and schemas of all keys outside lists of tables.
 pub(super) fn keys() -> Vec<(String, &'static Value)> {
     pick(|_, _| true)

@@ -31,8 +31,10 @@ pub struct TlsConfig {
 pub struct DataTlsConfig {
     /// Certificate of the data listener in PEM, followed by its intermediates. With it, the
     /// listener speaks TLS only. Reloaded when the file changes.
+    #[schemars(extend("x-basic" = true))]
     pub cert_file: Option<PathBuf>,
     /// Private key of the certificate. Other users must not be able to read the file.
+    #[schemars(extend("x-basic" = true))]
     pub key_file: Option<PathBuf>,
     /// Authorities in PEM. With it, every client must present a certificate from one of them.
     pub client_ca_file: Option<PathBuf>,
@@ -44,8 +46,10 @@ pub struct DataTlsConfig {
 pub struct AdminTlsConfig {
     /// Certificate of the admin listener in PEM, followed by its intermediates. With it, the
     /// listener speaks TLS only. Reloaded when the file changes.
+    #[schemars(extend("x-basic" = true))]
     pub cert_file: Option<PathBuf>,
     /// Private key of the certificate. Other users must not be able to read the file.
+    #[schemars(extend("x-basic" = true))]
     pub key_file: Option<PathBuf>,
     /// Authorities in PEM. A client needs no token if it presents a certificate from one of them
     /// that names an operator of this cluster, as made by `quorate cert client NAME --role ROLE`.

@@ -26,6 +26,7 @@ pub struct AdminConfig {
     /// `operator` and `admin`. `quorate token create` makes a token and its line. Reloaded when it
     /// changes. Without it, anybody who reaches the listener may do anything; a listener off
     /// loopback then does not start unless `insecure` is set.
+    #[schemars(extend("x-basic" = true))]
     pub tokens_file: Option<PathBuf>,
     /// Answer `GET /metrics` without a token.
     pub metrics_public: bool,
@@ -88,6 +89,7 @@ pub struct UsersConfig {
     pub identify_by: Vec<Parsed<Identity>>,
     /// Addresses of load balancers and other proxies. They may name users in a header, and limits
     /// per client address do not apply to them.
+    #[schemars(extend("x-basic" = true))]
     #[default(IpPrefix::LOOPBACK.map(Parsed).into())]
     pub trusted_proxies: Vec<Parsed<Prefix>>,
     /// File with the accepted API keys, one per line, optionally followed by the user the key
@@ -96,6 +98,7 @@ pub struct UsersConfig {
     /// Keys of the cluster (`quorate key create`, `qk-...`) are accepted as well.
     pub api_keys_file: Option<PathBuf>,
     /// Refuse requests without a key of the cluster or of `api_keys_file`.
+    #[schemars(extend("x-basic" = true))]
     pub require_key: bool,
     /// What to do with requests with a key of the cluster while this replica has been cut off from
     /// the cluster for longer than `stale_after`: `serve` or `refuse` (503, and the replica is not

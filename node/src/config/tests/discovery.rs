@@ -66,7 +66,7 @@ fn each_kind_of_source_parses() {
 
 #[test]
 fn a_printed_config_with_sources_loads_equal() {
-    printed_and_read_back(&layers(SOURCES, &[], &[]).unwrap());
+    printed_and_read_back(&layers(SOURCES, &[], &[]).unwrap(), print);
 }
 
 #[test]

@@ -495,8 +495,8 @@ fn errors_in_variables_and_flags_name_them() {
     .assert_eq(&brief(&faults));
 }
 
-/// Prints a config, which must load as an equal one.
-fn printed_and_read_back(loaded: &Loaded) -> String {
+/// Prints a config with `print`. The result must load as an equal config.
+fn printed_and_read_back(loaded: &Loaded, print: fn(&Loaded) -> String) -> String {
     let printed = print(loaded);
     let mut again = config(&printed);
     // A printed config sets every key, so this part differs.
@@ -518,8 +518,23 @@ labels = { zone = "a b", "x.y" = "z" }
 "#;
     let variables = variables(&[("QUORATE_LOG__FORMAT", "json")]);
     let loaded = layers(file, &variables, &["drain.dns_ttl=0s".to_owned()]).unwrap();
-    let printed = printed_and_read_back(&loaded);
+    let printed = printed_and_read_back(&loaded, print);
     expect_file!["../golden/print.toml"].assert_eq(&printed);
+}
+
+#[test]
+fn basic_keys_are_printed_with_descriptions_and_read_back() {
+    let file = r#"
+node.id = 1
+[listen]
+admin = "127.0.0.1:9"
+[[backends]]
+id = "gpu-1"
+url = "http://10.0.1.1:8000"
+"#;
+    let loaded = layers(file, &[], &[]).unwrap();
+    let printed = printed_and_read_back(&loaded, print_basic);
+    expect_file!["../golden/basic.toml"].assert_eq(&printed);
 }
 
 #[test]
