@@ -474,7 +474,7 @@ fn seen(answer: &Value) -> Vec<Value> {
         let names = [
             "engine_waiting",
             "engine_running",
-            "kv_usage_permille",
+            "kv_usage_percent",
             "cluster",
         ];
         json!(names.map(|name| backend[name].clone()))

@@ -27,6 +27,7 @@ pub mod prefix;
 mod pricing;
 pub mod quotas;
 pub mod ratios;
+pub mod readable;
 pub mod reader_assignment;
 mod reject;
 pub mod service;

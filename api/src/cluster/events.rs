@@ -95,9 +95,17 @@ pub enum ClusterEvent {
         id: String,
         /// Whether the predictions exceed the error bound.
         is_off: bool,
-        /// Predicted minus actually cached tokens, in thousandths of the prompt tokens.
+        /// Predicted minus actually cached tokens, in thousandths of the prompt tokens; per cent in
+        /// JSON.
+        #[serde(rename = "error_percent", serialize_with = "state::readable::percent")]
+        #[schemars(with = "f64")]
         error_permille: i32,
-        /// Correction factor of the engine's capacity, in thousandths.
+        /// Corrected capacity, in thousandths of what the engine reports; per cent in JSON.
+        #[serde(
+            rename = "correction_percent",
+            serialize_with = "state::readable::percent"
+        )]
+        #[schemars(with = "f64")]
         correction_permille: u32,
     },
     /// The routing settings other than the policy were replaced.

@@ -172,7 +172,7 @@ fn explained_backend(backend: &Value) -> Value {
         ] {
             said[name] = json!(0);
         }
-        said["kv_usage_permille"] = json!(0);
+        said["kv_usage_percent"] = json!(0.0);
         said["is_model_listed"] = json!(false);
         said["free_blocks"] = json!(0);
     }
@@ -185,7 +185,7 @@ const SAME: [&str; 12] = [
     "verdict",
     "matched",
     "engine_waiting",
-    "kv_usage_permille",
+    "kv_usage_percent",
     "free_blocks",
     "is_model_listed",
     "prices",

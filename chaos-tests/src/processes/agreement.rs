@@ -257,6 +257,7 @@ fn numbers(decided: &Value) -> Vec<Map<String, Value>> {
         // unknown.
         let load = backend.get("cluster").unwrap_or(backend);
         let known = |name: &str| backend[name].as_u64().unwrap_or(0).into();
+        let used = backend["kv_usage_percent"].as_f64().unwrap_or(0.0).into();
         Map::from_iter([
             ("id".to_owned(), backend["id"].clone()),
             ("matched".to_owned(), backend["matched"].clone()),
@@ -266,7 +267,7 @@ fn numbers(decided: &Value) -> Vec<Map<String, Value>> {
                 load["pending_prefill_tokens"].clone(),
             ),
             ("engine_waiting".to_owned(), known("engine_waiting")),
-            ("kv_usage_permille".to_owned(), known("kv_usage_permille")),
+            ("kv_usage_percent".to_owned(), used),
             ("free_blocks".to_owned(), backend["free_blocks"].clone()),
             ("prices".to_owned(), backend["prices"].clone()),
         ])

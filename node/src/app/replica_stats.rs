@@ -15,9 +15,9 @@ use api::routing::Router;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::replica_core::ReplicaCore;
 use super::intervals::every;
 use super::log_metrics::disk_space;
+use super::replica_core::ReplicaCore;
 
 /// Interval at which figures are collected.
 const INTERVAL: Duration = Duration::from_secs(1);

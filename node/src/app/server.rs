@@ -32,13 +32,13 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::App;
-use super::replica_core::{CorePorts, ReplicaCore};
-use super::replica_stats::FigureSources;
 use super::key_file::{self, read_admin_tokens, read_api_keys};
 use super::leadership::hand_over;
 use super::log_metrics::LogMetrics;
 use super::picker::PickerParts;
 use super::reloading::{ReloadHandle, RunningParts};
+use super::replica_core::{CorePorts, ReplicaCore};
+use super::replica_stats::FigureSources;
 use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;

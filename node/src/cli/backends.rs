@@ -15,8 +15,8 @@ use tokio::time::{Instant, sleep};
 
 use super::client::{AdminTarget, encoded};
 use super::edit::{WriteArgs, document};
-use super::read::{ReadArgs, details, json_text, per_cent, print_json, thousandths};
-use super::table::cell;
+use super::read::{ReadArgs, details, json_text, print_json};
+use super::table::{cell, millis, percent};
 use super::watch::{WatchArgs, watch};
 
 /// Polling interval for a draining backend.
@@ -229,15 +229,15 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
         column("context").number().rank(6),
         column("block").number().rank(6),
         column("adapters").rank(6),
-        column("tells cached").rank(6),
+        column("reports cached").rank(6),
         column("in flight").number(),
         column("(here)").number().rank(6),
         column("limit").number().rank(5),
-        column("waiting").number().rank(2),
-        column("kv use").number().rank(2),
+        column("queued").number().rank(2),
+        column("KV use").number().rank(2),
         column("owned").number().rank(4),
         column("capacity").number().rank(5),
-        column("us/token").number().rank(6),
+        column("prefill/token").number().rank(6),
         column("off").number().rank(6),
         column("detail").prose().rank(1),
     ]);
@@ -261,11 +261,11 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
             cell(&backend["in_flight"]["here"]),
             cell(&backend["service"]["limit"]),
             cell(&backend["engine"]["waiting"]),
-            per_cent(&backend["engine"]["kv_usage_permille"]),
+            percent(&backend["engine"]["kv_usage_percent"]),
             cell(&backend["owned_blocks"]),
             cell(&backend["capacity"]["blocks"]),
-            thousandths(&backend["service"]["learnt"]["prefill_ns_per_token"]),
-            per_cent(&backend["service"]["accuracy"]["error_permille"]),
+            millis(&backend["service"]["learnt"]["prefill_ms_per_token"]),
+            percent(&backend["service"]["accuracy"]["error_percent"]),
             match &backend["circuit"]["is_open"] {
                 Value::Bool(true) => "its circuit is open".to_owned(),
                 _ => cell(&backend["state"]["detail"]),

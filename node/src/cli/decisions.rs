@@ -6,11 +6,11 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::{Context, bail};
 use http::{Method, StatusCode};
 use lab::terminal::{self, FittedTable, column};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::client::{AdminTarget, encoded};
 use super::read::print_json;
-use super::table::cell;
+use super::table::{cell, millis, percent};
 
 /// Arguments of `quorate decisions`.
 #[derive(Debug, clap::Args)]
@@ -64,7 +64,7 @@ pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
         column("waited ms").number().rank(4),
         column("status").number(),
         column("cached").number().rank(4),
-        column("ttft ms").number().rank(3),
+        column("TTFT ms").number().rank(3),
         column("end").rank(2),
     ]);
     let decisions = answer["decisions"].as_array();
@@ -213,7 +213,7 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
         column("running").number().rank(1),
         column("prefill").number().rank(2),
         column("engine queue").number().rank(2),
-        column("kv permille").number().rank(3),
+        column("KV use").number().rank(3),
         column("free").number().rank(4),
         column("tier").number().rank(4),
         column("score").number(),
@@ -223,20 +223,19 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
         .as_array()
         .map_or(&[][..], Vec::as_slice)
     {
-        let cells = [
-            &backend["id"],
-            &backend["verdict"],
-            &backend["matched"],
-            &backend["running"],
-            &backend["pending_prefill_tokens"],
-            &backend["engine_waiting"],
-            &backend["kv_usage_permille"],
-            &backend["free_blocks"],
-            &backend["tier"],
-            &backend["score"],
-            &backend["then"],
-        ];
-        table.add_row(cells.map(cell));
+        table.add_row([
+            cell(&backend["id"]),
+            cell(&backend["verdict"]),
+            cell(&backend["matched"]),
+            cell(&backend["running"]),
+            cell(&backend["pending_prefill_tokens"]),
+            cell(&backend["engine_waiting"]),
+            percent(&backend["kv_usage_percent"]),
+            cell(&backend["free_blocks"]),
+            cell(&backend["tier"]),
+            score(&decision["policy"], &backend["score"]),
+            cell(&backend["then"]),
+        ]);
     }
     let prefill = prefill(decision);
     [
@@ -271,6 +270,14 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
         ),
         table.to_string(),
     ]
+}
+
+/// Formats a score. That of `cost` is a time in nanoseconds.
+pub(super) fn score(policy: &Value, score: &Value) -> String {
+    match score.as_f64() {
+        Some(ns) if policy["policy"] == "cost" => millis(&json!(ns / 1e6)),
+        _ => cell(score),
+    }
 }
 
 /// Describes the choice of another backend to compute the prompt; empty if there was none.

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::client::AdminTarget;
 use super::decisions;
 use super::read::print_json;
-use super::table::cell;
+use super::table::{cell, percent};
 
 /// Arguments of `quorate explain`.
 #[derive(Debug, clap::Args)]
@@ -224,25 +224,24 @@ pub(super) fn text(answer: &Value) -> String {
         column("waiting").number().rank(3),
         column("prefill").number().rank(2),
         column("engine queue").number().rank(2),
-        column("kv permille").number().rank(3),
+        column("KV use").number().rank(3),
         column("score").number(),
     ]);
     for backend in answer["backends"].as_array().map_or(&[][..], Vec::as_slice) {
         let (here, cluster) = (&backend["here"], &backend["cluster"]);
-        let cells = [
-            &backend["id"],
-            &backend["verdict"],
-            &backend["matched"],
-            &backend["matched_applied"],
-            &cluster["running"],
-            &here["running"],
-            &cluster["waiting"],
-            &cluster["pending_prefill_tokens"],
-            &backend["engine_waiting"],
-            &backend["kv_usage_permille"],
-            &backend["score"],
-        ];
-        table.add_row(cells.map(cell));
+        table.add_row([
+            cell(&backend["id"]),
+            cell(&backend["verdict"]),
+            cell(&backend["matched"]),
+            cell(&backend["matched_applied"]),
+            cell(&cluster["running"]),
+            cell(&here["running"]),
+            cell(&cluster["waiting"]),
+            cell(&cluster["pending_prefill_tokens"]),
+            cell(&backend["engine_waiting"]),
+            percent(&backend["kv_usage_percent"]),
+            decisions::score(&answer["policy"], &backend["score"]),
+        ]);
     }
     format!("{}\n\n{table}", facts(answer).join("\n"))
 }

@@ -5,7 +5,8 @@ use serde_json::Value;
 use super::client::admin_url;
 use super::decisions;
 use super::explain::prompt_line;
-use super::read::{limits, members, per_cent, thousandths};
+use super::read::{limits, members, thousandths};
+use super::table::{millis, percent};
 
 /// Formats a response of the admin API, and parses an admin URL.
 pub fn admin_answer(bytes: &[u8]) {
@@ -22,7 +23,12 @@ pub fn admin_answer(bytes: &[u8]) {
     shown.push_str(&decisions::shown(&answer));
     let elements = answer.as_array().map_or(&[][..], Vec::as_slice);
     for value in elements.iter().chain([&answer]) {
-        for text in [limits(value), per_cent(value), thousandths(value)] {
+        for text in [
+            limits(value),
+            percent(value),
+            millis(value),
+            thousandths(value),
+        ] {
             shown.push_str(&text);
         }
     }

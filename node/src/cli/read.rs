@@ -272,15 +272,6 @@ fn fields(prefix: &str, value: &Value, lines: &mut Vec<(String, String)>) {
     }
 }
 
-/// Formats thousandths as a percentage.
-pub(super) fn per_cent(value: &Value) -> String {
-    let permille = value.as_f64();
-    permille.map_or_else(
-        || cell(value),
-        |permille| format!("{:.1}%", permille / 10.0),
-    )
-}
-
 /// Formats thousandths as a decimal number.
 pub(super) fn thousandths(value: &Value) -> String {
     match value.as_u64() {

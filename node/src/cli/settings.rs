@@ -176,7 +176,11 @@ async fn set(path: &str, name: &str, args: SetArgs) -> anyhow::Result<ExitCode> 
         Ok(config)
     };
     let answer = match &args.file {
-        Some(file) => target.send(Method::PUT, path, Some(&document(file)?)).await?,
+        Some(file) => {
+            target
+                .send(Method::PUT, path, Some(&document(file)?))
+                .await?
+        }
         None => target.edit(path, change).await?,
     };
     args.write.done(&format!("{name} set"), &answer)

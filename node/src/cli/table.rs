@@ -25,6 +25,23 @@ pub(super) fn cell(value: &Value) -> String {
     }
 }
 
+/// Formats a number of per cent; other values as [`cell`] does.
+pub(super) fn percent(value: &Value) -> String {
+    match value.as_f64() {
+        Some(percent) => format!("{percent:.1} %"),
+        None => cell(value),
+    }
+}
+
+/// Formats a number of milliseconds; other values as [`cell`] does.
+pub(super) fn millis(value: &Value) -> String {
+    match value.as_f64() {
+        Some(ms) if ms != 0.0 && ms < 1.0 => format!("{ms:.3} ms"),
+        Some(ms) => format!("{ms:.1} ms"),
+        None => cell(value),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;

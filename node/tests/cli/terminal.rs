@@ -114,7 +114,7 @@ fn output_fits_80_columns_in_whole_words() {
     assert!(shown.contains("not shown:"), "{shown}");
     let wide = on_terminal(quorate(&args), 340);
     assert!(
-        wide.contains("us/token") && !wide.contains("not shown"),
+        wide.contains("prefill/token") && !wide.contains("not shown"),
         "{wide}"
     );
 }

@@ -9,7 +9,7 @@ const OWN: [&str; 7] = [
     "circuit",
     "engine_running",
     "engine_waiting",
-    "kv_usage_permille",
+    "kv_usage_percent",
     "outbox",
     "overlay_runs",
     "turn",

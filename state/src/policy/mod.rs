@@ -332,9 +332,19 @@ pub struct Candidate {
 /// Prices of a backend's work before a first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Prices {
-    /// Nanoseconds per uncached prompt token.
+    /// Nanoseconds per uncached prompt token; milliseconds in JSON.
+    #[serde(
+        rename = "prefill_ms_per_token",
+        serialize_with = "crate::readable::ms_of_ns"
+    )]
+    #[schemars(with = "f64")]
     pub prefill_ns_per_token: u32,
-    /// Nanoseconds per running request.
+    /// Nanoseconds per running request; milliseconds in JSON.
+    #[serde(
+        rename = "decode_ms_per_request",
+        serialize_with = "crate::readable::ms_of_ns"
+    )]
+    #[schemars(with = "f64")]
     pub decode_ns_per_request: u32,
     /// Number of first tokens that the prices rest on, after fading: their weight against other
     /// prices.

@@ -49,12 +49,20 @@ pub struct AccuracyView {
     pub predicted_tokens: u64,
     /// Part of `prompt_tokens` that was cached.
     pub cached_tokens: u64,
-    /// Predicted minus actually cached tokens, in thousandths of the prompt tokens.
+    /// Predicted minus actually cached tokens, in thousandths of the prompt tokens; per cent in
+    /// JSON.
+    #[serde(rename = "error_percent", serialize_with = "crate::readable::percent")]
+    #[schemars(with = "f64")]
     pub error_permille: i32,
     /// Whether the backend is marked: the error has exceeded the bound and not fallen to half of it
     /// since.
     pub is_off: bool,
-    /// Correction factor of the engine's capacity, in thousandths.
+    /// Corrected capacity, in thousandths of what the engine reports; per cent in JSON.
+    #[serde(
+        rename = "correction_percent",
+        serialize_with = "crate::readable::percent"
+    )]
+    #[schemars(with = "f64")]
     pub correction_permille: u32,
 }
 

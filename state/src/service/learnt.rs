@@ -83,15 +83,40 @@ pub(crate) struct PriceLearner {
 /// Learned prices of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct LearntPrices {
-    /// Delay of a first token per uncached prompt token, in nanoseconds.
+    /// Delay of a first token per uncached prompt token, in nanoseconds; milliseconds in JSON.
+    #[serde(
+        rename = "prefill_ms_per_token",
+        serialize_with = "crate::readable::ms_of_ns"
+    )]
+    #[schemars(with = "f64")]
     pub prefill_ns_per_token: u32,
-    /// Delay of a first token per running request, in nanoseconds: at least its share of one step.
+    /// Delay of a first token per running request, in nanoseconds: at least its share of one step;
+    /// milliseconds in JSON.
+    #[serde(
+        rename = "decode_ms_per_request",
+        serialize_with = "crate::readable::ms_of_ns"
+    )]
+    #[schemars(with = "f64")]
     pub decode_ns_per_request: u32,
-    /// Time to first token at an idle backend, without prefill, in microseconds.
+    /// Time to first token at an idle backend, without prefill, in microseconds; milliseconds in
+    /// JSON.
+    #[serde(
+        rename = "first_token_base_ms",
+        serialize_with = "crate::readable::ms_of_us"
+    )]
+    #[schemars(with = "f64")]
     pub first_token_base_us: u32,
-    /// Time per token of a request that runs alone, in microseconds.
+    /// Time per token of a request that runs alone, in microseconds; milliseconds in JSON.
+    #[serde(rename = "gap_base_ms", serialize_with = "crate::readable::ms_of_us")]
+    #[schemars(with = "f64")]
     pub gap_base_us: u32,
-    /// Increase of the time between two tokens per running request, in nanoseconds.
+    /// Increase of the time between two tokens per running request, in nanoseconds; milliseconds
+    /// in JSON.
+    #[serde(
+        rename = "gap_ms_per_request",
+        serialize_with = "crate::readable::ms_of_ns"
+    )]
+    #[schemars(with = "f64")]
     pub gap_ns_per_request: u32,
     /// Number of first tokens observed, faded.
     pub first_tokens: u32,

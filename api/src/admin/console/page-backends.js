@@ -16,9 +16,9 @@ const PROMPT_TOKENS = 1000;
 /** Predicted time to the first token of an uncached prompt of 1,000 tokens, in ms. */
 export function firstTokenMs(it) {
   const learnt = it.service?.learnt;
-  if (!learnt?.prefill_ns_per_token) return null;
-  const work = learnt.prefill_ns_per_token * (PROMPT_TOKENS + it.in_flight.pending_prefill_tokens);
-  return (work + learnt.decode_ns_per_request * it.in_flight.cluster) / 1e6 + (learnt.first_token_base_us ?? 0) / 1000;
+  if (!learnt?.prefill_ms_per_token) return null;
+  const work = learnt.prefill_ms_per_token * (PROMPT_TOKENS + it.in_flight.pending_prefill_tokens);
+  return work + learnt.decode_ms_per_request * it.in_flight.cluster + (learnt.first_token_base_ms ?? 0);
 }
 
 /** The backends, those that need attention first: `{ id, level, why, of }`; level 0 needs none. */
@@ -32,7 +32,7 @@ export function judge(backends) {
     if (it.state.is_draining) return rank(1, 'Draining: takes no new requests');
     if (!it.state.is_healthy) return rank(4, `Not healthy: ${it.state.detail ?? 'not probed yet'}`);
     if (it.circuit.is_open) return rank(4, 'Circuit open: requests failed one after the other');
-    if (it.service?.accuracy?.is_off) return rank(3, `Predictions are off by ${percent(Math.abs(it.service.accuracy.error_permille) / 1000)}`);
+    if (it.service?.accuracy?.is_off) return rank(3, `Predictions are off by ${percent(Math.abs(it.service.accuracy.error_percent) / 100)}`);
     if (limit && it.in_flight.cluster >= limit) return rank(2, `At its limit of ${count(limit)} requests`, first ?? 0);
     if (it.ownership.mode === 'degraded') return rank(2, `Ownership degraded: ${it.ownership.reason}`);
     if (first !== null && times.length > 1 && first > 1.5 * median) return rank(2, `Slowest first token: ${ms(first)} for 1,000 tokens, ${(first / median).toFixed(1)} times the usual`, first);
@@ -53,7 +53,7 @@ const bar = (read, kind) => () => {
   return { node: it.node, update: (row) => it.set(...read(row.of)) };
 };
 
-const error = (it) => it.service?.accuracy?.error_permille ?? null;
+const error = (it) => it.service?.accuracy?.error_percent ?? null;
 
 const columns = (open) => [
   { title: 'Backend', head: true, by: (row) => row.id, make: () => {
@@ -72,8 +72,8 @@ const columns = (open) => [
     const all = it.capacity.blocks;
     return [all ? it.owned_blocks / all : 0, all ? `${short(it.owned_blocks)} / ${short(all)}` : short(it.owned_blocks)];
   }) },
-  { title: 'KV cache used', wide: true, by: (row) => row.of.engine.kv_usage_permille, number: true, make: bar((it) => [it.engine.kv_usage_permille / 1000, percent(it.engine.kv_usage_permille / 1000), it.engine.kv_usage_permille >= 950]) },
-  { title: 'Predicted − cached', wide: true, by: (row) => Math.abs(error(row.of) ?? 0), number: true, text: (row) => (error(row.of) === null ? NONE : `${error(row.of) > 0 ? '+' : ''}${(error(row.of) / 10).toFixed(1)} %`) },
+  { title: 'KV cache used', wide: true, by: (row) => row.of.engine.kv_usage_percent, number: true, make: bar((it) => [it.engine.kv_usage_percent / 100, percent(it.engine.kv_usage_percent / 100), it.engine.kv_usage_percent >= 95]) },
+  { title: 'Predicted − cached', wide: true, by: (row) => Math.abs(error(row.of) ?? 0), number: true, text: (row) => (error(row.of) === null ? NONE : `${error(row.of) > 0 ? '+' : ''}${error(row.of).toFixed(1)} %`) },
   { title: 'Ownership', wide: true, by: (row) => row.of.ownership.mode, text: (row) => MODES[row.of.ownership.mode]?.[0] ?? row.of.ownership.mode },
 ];
 

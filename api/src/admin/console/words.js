@@ -80,7 +80,7 @@ export function event(it) {
     case 'backend': return [`Backend ${it.id}: ${it.change}`, { removed: 'bad', draining: 'bad' }[it.change]];
     case 'backend-health': return it.is_healthy ? [`Backend ${it.id} is healthy`, 'good'] : [`Backend ${it.id} is not healthy: ${it.detail ?? 'no answer'}`, 'bad'];
     case 'backend-circuit': return it.is_open ? [`Circuit of ${it.id} opened`, 'bad'] : [`Circuit of ${it.id} closed`, 'good'];
-    case 'backend-accuracy': return it.is_off ? [`Predictions for ${it.id} are off by ${Math.round(it.error_permille / 10)} %`, 'bad'] : [`Predictions for ${it.id} hold again`, 'good'];
+    case 'backend-accuracy': return it.is_off ? [`Predictions for ${it.id} are off by ${Math.round(it.error_percent)} %`, 'bad'] : [`Predictions for ${it.id} hold again`, 'good'];
     case 'routing': return ['Routing settings replaced'];
     case 'policy': return [`Policy is ${it.config?.policy}`];
     case 'ownership': return [`Ownership of ${it.id} is ${it.mode}${it.reason ? `: ${it.reason}` : ''}`];

@@ -45,7 +45,7 @@ async fn backends_are_listed_with_all_known_facts() {
     // Probes and engine figures are tested in detail elsewhere.
     let engine = first["engine"].take();
     assert_eq!(engine["waiting"], 2);
-    assert_eq!(engine["kv_usage_permille"], 250);
+    assert_eq!(engine["kv_usage_percent"], 25.0);
     // Measurements and readers of KV events have their own tests.
     assert_eq!(first["service"]["capacity_blocks"], 100);
     assert_eq!(first["service"]["learnt"], json!(null));

@@ -96,7 +96,12 @@ pub struct EngineMetrics {
     pub running: Option<u32>,
     /// Requests in the engine's own queue.
     pub waiting: Option<u32>,
-    /// KV cache usage, in thousandths.
+    /// KV cache usage, in thousandths; per cent in JSON.
+    #[serde(
+        rename = "kv_usage_percent",
+        serialize_with = "state::readable::percent"
+    )]
+    #[schemars(with = "Option<f64>")]
     pub kv_usage_permille: Option<u32>,
     /// Capacity of the KV cache, in tokens.
     pub cache_tokens: Option<u64>,

@@ -226,7 +226,12 @@ pub struct SeenBackendView {
     pub pending_prefill_tokens: u64,
     /// Number of requests in the engine's own queue.
     pub engine_waiting: u32,
-    /// KV cache usage, in thousandths.
+    /// KV cache usage, in thousandths; per cent in JSON.
+    #[serde(
+        rename = "kv_usage_percent",
+        serialize_with = "state::readable::percent"
+    )]
+    #[schemars(with = "f64")]
     pub kv_usage_permille: u32,
     /// Number of blocks that it could take without evicting any; `null`: its capacity was unknown.
     pub free_blocks: Option<u32>,

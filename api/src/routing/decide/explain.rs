@@ -96,7 +96,13 @@ pub struct ExplainedBackend {
     pub engine_waiting: Option<u32>,
     /// Number of requests running in the engine, 0 if unknown; `null` until this replica probes it.
     pub engine_running: Option<u32>,
-    /// KV cache usage, in thousandths, 0 if unknown; `null` until this replica probes it.
+    /// KV cache usage, in thousandths, 0 if unknown; per cent in JSON. `null` until this replica
+    /// probes it.
+    #[serde(
+        rename = "kv_usage_percent",
+        serialize_with = "state::readable::percent"
+    )]
+    #[schemars(with = "Option<f64>")]
     pub kv_usage_permille: Option<u32>,
     /// Number of blocks that it can take without evicting any; `null` while its capacity is
     /// unknown. Candidates only.

@@ -29,11 +29,11 @@ fn backend(nth: u64) -> BackendRow {
         limit: Some(256),
         queued: Some(0),
         prompt_tokens_per_s: Some(nth as f64),
-        hit_permille: Some(835.0),
-        kv_usage_permille: Some(875 - nth),
+        hit_percent: Some(83.5),
+        kv_usage_percent: Some(87.5 - nth as f64 / 10.0),
         owned_blocks: 3661,
         capacity_blocks: Some(8192),
-        error_permille: Some(-9),
+        error_percent: Some(-0.9),
         ownership: "lease".to_owned(),
     }
 }
@@ -46,8 +46,8 @@ fn user(name: &str, tokens: f64) -> UserRow {
         waiting: 1,
         requests_per_s: Some(1.0),
         tokens_per_s: Some(tokens),
-        share_permille: Some(500.0),
-        fair_permille: Some(333.3),
+        share_percent: Some(50.0),
+        fair_percent: Some(33.33),
         counter_milli_tokens: 84_091_000,
     }
 }
@@ -96,13 +96,13 @@ fn a_screen_of_80_columns_shows_all_three_tables() {
         "1        -       not connected           -         -            -        -    -",
         "2        leader  ready                63.1         -            -     1584    0",
         "▸ backends 2, those that need attention first",
-        "backend  state    in flight  queued  prompt tok/s   hits  KV use  owned    off",
-        "gpu-00   healthy          0       0             0  83.5%   87.5%   3661  -0.9%",
-        "gpu-01   healthy          1       0             1  83.5%   87.4%   3661  -0.9%",
+        "backend  state    in flight  queued  prompt tok/s    hits  KV use  owned     off",
+        "gpu-00   healthy          0       0             0  83.5 %  87.5 %   3661  -0.9 %",
+        "gpu-01   healthy          1       0             1  83.5 %  87.4 %   3661  -0.9 %",
         "  users 2, those that wait first",
-        "user          weight  waiting  in flight  requests/s  tokens/s  share   fair",
-        "ada              1.5        1          3         1.0       9.0  50.0%  33.3%",
-        "bob\\u{1b}[2J     1.5        1          3         1.0      10.0  50.0%  33.3%",
+        "user          weight  waiting  in flight  requests/s  tokens/s   share    fair",
+        "ada              1.5        1          3         1.0       9.0  50.0 %  33.3 %",
+        "bob\\u{1b}[2J     1.5        1          3         1.0      10.0  50.0 %  33.3 %",
     ];
     assert_eq!(lines[..wanted.len()], wanted);
     assert_eq!(lines[23], KEYS);

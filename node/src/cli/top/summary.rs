@@ -29,9 +29,9 @@ pub(super) struct Summary {
 pub(super) struct TotalRow {
     pub(super) requests_per_s: f64,
     pub(super) failed_per_s: f64,
-    /// Share of the prompt tokens that engines found in their caches, in thousandths; `None` if no
+    /// Share of the prompt tokens that engines found in their caches, in per cent; `None` if no
     /// engine reported prompt tokens.
-    pub(super) cached_permille: Option<f64>,
+    pub(super) cached_percent: Option<f64>,
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
     /// User who has waited longest for a backend; `None` if none waits.
@@ -64,10 +64,10 @@ pub(super) struct ReplicaRow {
     /// 99th percentile of the time that routing adds to a request, in milliseconds; `None` if there
     /// were no requests, or the replica does not report its figures.
     pub(super) routing_p99_ms: Option<f64>,
-    pub(super) cached_permille: Option<f64>,
+    pub(super) cached_percent: Option<f64>,
     pub(super) in_flight: Option<u64>,
     pub(super) waiting: Option<u64>,
-    pub(super) disk_free_permille: Option<f64>,
+    pub(super) disk_free_percent: Option<f64>,
 }
 
 /// Figures of one backend. Rates need two samples, and are `None` for the first.
@@ -82,15 +82,15 @@ pub(super) struct BackendRow {
     pub(super) queued: Option<u64>,
     /// Prompt tokens per second, as counted by the engine; `None` if it does not report them.
     pub(super) prompt_tokens_per_s: Option<f64>,
-    /// Share of the prompt tokens that the engine found in its cache, in thousandths; `None` if it
+    /// Share of the prompt tokens that the engine found in its cache, in per cent; `None` if it
     /// looked up none, or does not report them.
-    pub(super) hit_permille: Option<f64>,
-    pub(super) kv_usage_permille: Option<u64>,
+    pub(super) hit_percent: Option<f64>,
+    pub(super) kv_usage_percent: Option<f64>,
     pub(super) owned_blocks: u64,
     pub(super) capacity_blocks: Option<u64>,
-    /// Predicted minus reported cached tokens, in thousandths of the prompt tokens; `None` before
+    /// Predicted minus reported cached tokens, in per cent of the prompt tokens; `None` before
     /// the first report.
-    pub(super) error_permille: Option<i64>,
+    pub(super) error_percent: Option<f64>,
     /// Mode of ownership: `exact`, `degraded` or `lease`.
     pub(super) ownership: String,
 }
@@ -106,12 +106,12 @@ pub(super) struct UserRow {
     pub(super) requests_per_s: Option<f64>,
     /// Number of uncached prompt tokens and output tokens per second; `None` for the first sample.
     pub(super) tokens_per_s: Option<f64>,
-    /// Share of the tokens of all users, in thousandths; `None` if the user is inactive or no
+    /// Share of the tokens of all users, in per cent; `None` if the user is inactive or no
     /// tokens were counted.
-    pub(super) share_permille: Option<f64>,
-    /// Share that the user would have if active users shared by weight, in thousandths; `None` if
+    pub(super) share_percent: Option<f64>,
+    /// Share that the user would have if active users shared by weight, in per cent; `None` if
     /// the user is inactive.
-    pub(super) fair_permille: Option<f64>,
+    pub(super) fair_percent: Option<f64>,
     pub(super) counter_milli_tokens: u64,
 }
 
@@ -142,9 +142,9 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Returns `part` as a share of `whole`, in thousandths; `None` if `whole` is zero.
-fn permille(part: f64, whole: f64) -> Option<f64> {
-    (whole > 0.0).then(|| part / whole * 1000.0)
+/// Returns `part` as a share of `whole`, in per cent; `None` if `whole` is zero.
+fn percent(part: f64, whole: f64) -> Option<f64> {
+    (whole > 0.0).then(|| part / whole * 100.0)
 }
 
 impl TotalRow {
@@ -157,7 +157,7 @@ impl TotalRow {
         Self {
             requests_per_s: rate("requests_per_s"),
             failed_per_s: rate("failed_per_s"),
-            cached_permille: permille(rate("cached_tokens"), rate("prompt_tokens")),
+            cached_percent: percent(rate("cached_tokens"), rate("prompt_tokens")),
             in_flight: count("in_flight"),
             waiting: count("waiting"),
             longest: longest.map(|it| LongestWait {
@@ -187,7 +187,7 @@ fn replica(told: &Value, committed: Option<u64>) -> ReplicaRow {
     let state = match () {
         () if told["is_refusing"] == true => "gone",
         () if told["is_connected"] != true => "not connected",
-        () if figures.is_null() => "tells nothing",
+        () if figures.is_null() => "no report",
         () if is("has_fault") => "storage fault",
         () if is("is_minority") || told["digest"]["is_equal"] == false => "state differs",
         () if is("is_log_waiting") => "log waits",
@@ -216,10 +216,10 @@ fn replica(told: &Value, committed: Option<u64>) -> ReplicaRow {
         ttft_p50_ms: number("ttft_p50_ms"),
         ttft_p99_ms: number("ttft_p99_ms"),
         routing_p99_ms: number("routing_p99_ms"),
-        cached_permille: number("cached_tokens").and_then(|cached| permille(cached, prompts)),
+        cached_percent: number("cached_tokens").and_then(|cached| percent(cached, prompts)),
         in_flight: count("in_flight"),
         waiting: count("waiting"),
-        disk_free_permille: disk.and_then(|(free, size)| permille(free, size)),
+        disk_free_percent: disk.and_then(|(free, size)| percent(free, size)),
     }
 }
 
@@ -266,11 +266,11 @@ fn backends(before: Option<&ClusterSample>, now: &ClusterSample) -> Vec<BackendR
             limit: backend["service"]["limit"].as_u64(),
             queued: backend["engine"]["waiting"].as_u64(),
             prompt_tokens_per_s: gained("prompt_tokens"),
-            hit_permille: hits.and_then(|(hits, queried)| permille(hits, queried)),
-            kv_usage_permille: backend["engine"]["kv_usage_permille"].as_u64(),
+            hit_percent: hits.and_then(|(hits, queried)| percent(hits, queried)),
+            kv_usage_percent: backend["engine"]["kv_usage_percent"].as_f64(),
             owned_blocks: backend["owned_blocks"].as_u64().unwrap_or(0),
             capacity_blocks: backend["capacity"]["blocks"].as_u64(),
-            error_permille: backend["service"]["accuracy"]["error_permille"].as_i64(),
+            error_percent: backend["service"]["accuracy"]["error_percent"].as_f64(),
             ownership: text(&backend["ownership"]["mode"]),
             id,
         }
@@ -305,8 +305,8 @@ fn users(before: Option<&ClusterSample>, now: &ClusterSample) -> Vec<UserRow> {
             waiting: user["waiting"]["cluster"].as_u64().unwrap_or(0),
             requests_per_s: gained(&["requests"]),
             tokens_per_s: gained(&["input_uncached", "output"]),
-            share_permille: None,
-            fair_permille: None,
+            share_percent: None,
+            fair_percent: None,
             counter_milli_tokens: user["counter_milli_tokens"].as_u64().unwrap_or(0),
         }
     };
@@ -332,8 +332,8 @@ fn share(rows: &mut [UserRow]) {
     let active = rows.iter().filter(|row| is_active(row));
     let weights: u64 = active.map(|row| row.weight_milli).sum();
     for row in rows.iter_mut().filter(|row| is_active(row)) {
-        row.share_permille = row.tokens_per_s.and_then(|tokens| permille(tokens, all));
-        row.fair_permille = permille(row.weight_milli as f64, weights as f64);
+        row.share_percent = row.tokens_per_s.and_then(|tokens| percent(tokens, all));
+        row.fair_percent = percent(row.weight_milli as f64, weights as f64);
     }
 }
 
@@ -382,8 +382,8 @@ mod tests {
         let users: Vec<_> = summary.users.iter().collect();
         assert_eq!(users[0].user, "ada");
         assert_eq!(users[0].tokens_per_s, Some(300.0));
-        assert_eq!(users[0].share_permille, Some(750.0));
-        assert_eq!(users[0].fair_permille, Some(750.0));
+        assert_eq!(users[0].share_percent, Some(75.0));
+        assert_eq!(users[0].fair_percent, Some(75.0));
         assert_eq!(
             summary.backends[0].id, "bad",
             "what is not well comes first"
@@ -397,12 +397,12 @@ mod tests {
     fn replica_states_show_what_is_wrong() {
         let summary = Summary::of(None, &sample(Instant::now(), 0));
         let states: Vec<_> = summary.replicas.iter().map(|it| &*it.state).collect();
-        assert_eq!(states, ["not ready", "ready", "tells nothing"]);
+        assert_eq!(states, ["not ready", "ready", "no report"]);
         assert_eq!(summary.replicas[1].role, "leader");
         assert_eq!(summary.replicas[0].lag, Some(2));
         assert_eq!(summary.is_agreed, Some(true));
         assert_eq!(summary.total.requests_per_s, 3.0);
-        assert_eq!(summary.total.cached_permille, Some(400.0));
+        assert_eq!(summary.total.cached_percent, Some(40.0));
         assert_eq!(summary.total.longest.unwrap().waited_ms, 1200);
     }
 }

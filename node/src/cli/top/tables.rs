@@ -53,7 +53,7 @@ impl BackendOrder {
             Self::PromptTokens => {
                 rows.sort_by(|a, b| falling(a.prompt_tokens_per_s, b.prompt_tokens_per_s));
             }
-            Self::KvUsage => rows.sort_by_key(|row| std::cmp::Reverse(row.kv_usage_permille)),
+            Self::KvUsage => rows.sort_by(|a, b| falling(a.kv_usage_percent, b.kv_usage_percent)),
         }
     }
 }
@@ -113,7 +113,7 @@ pub(super) fn total(total: &TotalRow) -> String {
         "{:.1} requests/s  {:.1} failed/s  cached {}  in flight {}  waiting {}",
         total.requests_per_s,
         total.failed_per_s,
-        per_cent(total.cached_permille),
+        percent(total.cached_percent),
         total.in_flight,
         total.waiting,
     );
@@ -152,12 +152,12 @@ pub(super) fn replicas(rows: &[ReplicaRow]) -> FittedTable {
             decimal(row.ttft_p99_ms),
             row.routing_p99_ms
                 .map_or_else(dash, |value| format!("{value:.2}")),
-            per_cent(row.cached_permille),
+            percent(row.cached_percent),
             number(row.in_flight),
             number(row.waiting),
             number(row.applied),
             number(row.lag),
-            per_cent(row.disk_free_permille),
+            percent(row.disk_free_percent),
         ]);
     }
     table
@@ -186,11 +186,11 @@ pub(super) fn backends(rows: &[BackendRow]) -> FittedTable {
             number(row.limit),
             number(row.queued),
             whole(row.prompt_tokens_per_s),
-            per_cent(row.hit_permille),
-            per_cent(row.kv_usage_permille.map(|it| it as f64)),
+            percent(row.hit_percent),
+            percent(row.kv_usage_percent),
             row.owned_blocks.to_string(),
             number(row.capacity_blocks),
-            per_cent(row.error_permille.map(|it| it as f64)),
+            percent(row.error_percent),
             escaped(&row.ownership).into_owned(),
         ]);
     }
@@ -217,8 +217,8 @@ pub(super) fn users(rows: &[UserRow]) -> FittedTable {
             row.in_flight.to_string(),
             decimal(row.requests_per_s),
             decimal(row.tokens_per_s),
-            per_cent(row.share_permille),
-            per_cent(row.fair_permille),
+            percent(row.share_percent),
+            percent(row.fair_percent),
             (row.counter_milli_tokens / 1000).to_string(),
         ]);
     }
@@ -241,6 +241,6 @@ fn number(value: Option<u64>) -> String {
     value.map_or_else(dash, |value| value.to_string())
 }
 
-fn per_cent(permille: Option<f64>) -> String {
-    permille.map_or_else(dash, |permille| format!("{:.1}%", permille / 10.0))
+fn percent(value: Option<f64>) -> String {
+    value.map_or_else(dash, |percent| format!("{percent:.1} %"))
 }

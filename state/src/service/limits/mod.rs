@@ -59,8 +59,13 @@ pub struct LimitFigures {
     pub request_tokens: u64,
     /// Standard deviation of these tokens.
     pub request_tokens_deviation: u64,
-    /// Time between tokens at the controller's last decision, in microseconds; `None` before the
-    /// first.
+    /// Time between tokens at the controller's last decision, in microseconds; milliseconds in
+    /// JSON. `None` before the first.
+    #[serde(
+        rename = "inter_token_ms",
+        serialize_with = "crate::readable::ms_of_us"
+    )]
+    #[schemars(with = "Option<f64>")]
     pub inter_token_us: Option<u32>,
     /// Search interval of the controller, `b_low` and `b_high`; `None` without a controller.
     #[schemars(with = "Option<[u32; 2]>")]
