@@ -41,16 +41,16 @@ use state::admission::RetryAllowance;
 use tokio_util::task::TaskTracker;
 
 pub use crate::net::ip_prefix::{IpPrefix, IpPrefixError};
-pub(crate) use limits::clients::client_of;
+pub use limits::clients::client_of;
 pub use listen::server::{DrainResult, Server};
 pub use record::access::ACCESS_TARGET;
 pub use record::decisions::DecisionLog;
+pub use record::decisions::DecisionLogSize;
 pub use record::metrics::{
     ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds, StatusLabel,
 };
-pub(crate) use record::recorder::{RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
-pub use record::request_record::RequestRecord;
-pub(crate) use record::request_record::{DecidedAttempt, RequestEnd};
+pub use record::recorder::{Recorder, RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
+pub use record::request_record::{DecidedAttempt, RequestEnd, RequestRecord};
 pub use request::client_request::{ClientRequest, RequestHead, RequestReader};
 pub use request::identify::{RequestOrigin, UserSource};
 pub use request::routes::{INFERENCE_PATHS, is_plain};

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use api::admin::Admin;
+use admin::Admin;
 use api::admission::Admission;
 use api::base::clock::Clock;
 use api::cluster::events::EventBus;
@@ -421,7 +421,7 @@ fn admin(
         keys: api::users::api_keys::KeyRules::default(),
         is_insecure: false,
     };
-    api::admin::router(Arc::new(Admin {
+    admin::router(Arc::new(Admin {
         cluster: Arc::clone(log) as Arc<dyn Cluster>,
         view: Arc::clone(router.view()),
         decider: Arc::clone(router.decider()),

@@ -40,7 +40,7 @@ pub use server::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
-use api::admin::{LogLevelControl, ReloadRequests};
+use admin::{LogLevelControl, ReloadRequests};
 use api::net::tls::CertificateWatch;
 use api::settings::SharedFileSettings;
 

@@ -8,8 +8,8 @@ use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use admin::explain_offline;
 use anyhow::{Context, bail};
-use api::admin::explain_offline;
 use api::engines::backends::{Backends, Health};
 use api::files::backup::FileReader;
 use api::proxy::RequestReader;

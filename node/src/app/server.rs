@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use admin;
+use admin::{Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
 use anyhow::Context as _;
-use api::admin::{self, Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
 use api::engines::backends::{EngineDialer, Hooks};
 use api::engines::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
 use api::engines::kv_transport::socket;

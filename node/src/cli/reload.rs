@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use api::admin::{AdminTokens, ReloadError, ReloadReport, ReloadResult, ReloadedKey};
+use admin::{AdminTokens, ReloadError, ReloadReport, ReloadResult, ReloadedKey};
 use api::engines::backends::EngineKeys;
 use api::net::tls::CertificateWatch;
 use api::proxy::ApiKeys;

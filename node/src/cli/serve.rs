@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::process::ExitCode;
 
-use api::admin::ReloadRequests;
+use admin::ReloadRequests;
 use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 

@@ -1,7 +1,7 @@
 //! Makes a [`Config`] of a file whose values are valid one by one. Checks constraints between keys,
 //! and reads the other files that the config names.
 
-use api::admin::AdminTokens;
+use admin::AdminTokens;
 use api::proxy::ApiKeys;
 use api::settings::{FileSettings, UserDefaultsForm};
 use state::admission::AdmissionSettings;

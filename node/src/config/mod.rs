@@ -40,7 +40,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use api::admin::AdminTokens;
+use admin::AdminTokens;
 use api::engines::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
 use api::engines::discovery::SourceSettings;
 use api::prompt::ModelSettings;

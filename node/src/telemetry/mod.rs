@@ -6,8 +6,8 @@ mod logfmt;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use admin::LogLevelControl;
 use anyhow::Context as _;
-use api::admin::LogLevelControl;
 use api::proxy::{ACCESS_TARGET, LoggedRequests};
 use api::settings::Form as _;
 use lab::terminal::is_coloured;

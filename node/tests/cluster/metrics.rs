@@ -232,6 +232,7 @@ fn named_metrics() -> BTreeSet<String> {
     let mut folders = vec![
         Path::new(env!("CARGO_MANIFEST_DIR")).join("src"),
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/src"),
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/admin/src"),
     ];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(&folder).unwrap() {

@@ -205,12 +205,12 @@ impl Backends {
     }
 
     /// Returns the dialer for connections to engines.
-    pub(crate) fn dialer(&self) -> &EngineDialer {
+    pub fn dialer(&self) -> &EngineDialer {
         &self.dialer
     }
 
     /// Checks whether the address rules allow `place`, the location of an engine.
-    pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
+    pub fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         self.dialer.check_place(place)
     }
 
@@ -432,7 +432,7 @@ impl Backends {
     }
 
     /// Whether responses in any form have reported cached tokens.
-    pub(crate) fn reports_cached_in_any_form(&self, backend: BackendRef) -> bool {
+    pub fn reports_cached_in_any_form(&self, backend: BackendRef) -> bool {
         self.cache_reports.tells_any(backend)
     }
 
