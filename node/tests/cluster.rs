@@ -399,7 +399,7 @@ async fn metrics_are_prefixed_by_their_area() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_draining_replica_finishes_its_requests() {
-    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
+    let (_dir, _engines, replica, _http, at) = started_alone(1, |_| {}).await;
 
     let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 400, "stream": true });
     let request = Request::post(format!("http://{}/v1/completions", at.data))

@@ -144,7 +144,7 @@ async fn requests_count_equally_through_picker_and_data_port() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_body_mode_gives_equal_answers() {
-    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
+    let (_dir, _engines, replica, _http, at) = started_alone(1, |_| {}).await;
     // With waiting streamed bodies, the gateway is asked for whole bodies.
     for (bodies, waits_for_heads) in [
         (BodySendMode::FullDuplexStreamed, false),

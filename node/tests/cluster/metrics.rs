@@ -253,8 +253,9 @@ fn named_metrics() -> BTreeSet<String> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_metrics_reference_matches_a_replica() {
+    let sources = TempDir::new().unwrap();
     let (_dir, _engines, replica, http, at) = started_alone(1, |config| {
-        config.discovery = vec![discovery::file_source(&dir.path().join("none.json"))];
+        config.discovery = vec![discovery::file_source(&sources.path().join("none.json"))];
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
