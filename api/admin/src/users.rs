@@ -5,6 +5,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use state::budgets::{Budget, BudgetPeriod, BudgetStatus};
+use state::caches::CacheScope;
 use state::command::{Command, UserChanges, UserSpec};
 use state::ids::{LogIndex, UserKey};
 use state::quotas::{RemainingLimits, UserLimits};
@@ -280,21 +281,27 @@ impl PutUserBody {
         read.map_err(|faults| unfit(&within("budget", faults)))
     }
 
-    /// Returns the command for the fields in the body, with its `limits` as parsed, if it has any.
-    /// Prefers the command that most builds support.
-    fn command(self, name: String, limits: Option<UserLimits>) -> Result<Command, Problem> {
+    /// Returns the command for the fields in the body, with its limits and cache scope as parsed,
+    /// if it has any. Prefers the command that most builds support.
+    fn command(
+        self,
+        name: String,
+        limits: Option<UserLimits>,
+        cache: Option<Option<CacheScope>>,
+    ) -> Result<Command, Problem> {
         let budget = self.budget()?;
         let weight_milli = self.weight_milli;
         for model in self.models.iter().flatten() {
             pattern_of("models", model)?;
         }
-        if budget.is_some() || self.models.is_some() {
+        if budget.is_some() || self.models.is_some() || cache.is_some() {
             return Ok(Command::ConfigureUser(Box::new(UserChanges {
                 name,
                 weight_milli,
                 limits,
                 budget,
                 models: self.models,
+                cache,
             })));
         }
         match (weight_milli, limits) {
@@ -320,14 +327,6 @@ impl PutUserBody {
         if self.is_configured == Some(false) && has_more && self.weight_milli == Some(shown_milli) {
             self.weight_milli = None;
         }
-    }
-
-    /// Whether the body sets anything besides a cache scope.
-    fn sets_more(&self) -> bool {
-        self.weight_milli.is_some()
-            || self.limits.is_some()
-            || self.budget.is_some()
-            || self.models.is_some()
     }
 
     /// Whether the body was read from an unconfigured user and sets neither limits, budget nor
@@ -389,17 +388,8 @@ pub(super) async fn put(
     let written = body.limits()?;
     let are_former = written.as_ref().is_some_and(|it| it.are_former);
     let limits = written.map(|it| it.limits);
-    let is_more = body.sets_more() || scope.is_none();
-    let command = is_more.then(|| body.command(name.clone(), limits));
-    let command = command.transpose()?;
-    let user = Some(name);
-    // The scope is set first, so that the user's blocks are not shared against the new setting.
-    let scope = scope.map(|scope| Command::SetCacheScope { user, scope });
-    let mut answer = None;
-    for command in [scope, command].into_iter().flatten() {
-        answer = Some(submit(&admin, command).await?);
-    }
-    let mut answer = answer.expect("without a scope there is a command");
+    let command = body.command(name, limits, scope)?;
+    let mut answer = submit(&admin, command).await?;
     answer.is_former = are_former;
     Ok(answer)
 }

@@ -329,38 +329,42 @@ fn user_changes() -> impl Strategy<Value = Command> {
         prop::option::of(user_limits()),
         prop::option::of(budget()),
         models,
+        prop::option::of(prop::option::of(scope())),
     )
-        .prop_map(|((_, name), weight_milli, limits, budget, models)| {
+        .prop_map(|((_, name), weight_milli, limits, budget, models, cache)| {
             Command::ConfigureUser(Box::new(UserChanges {
                 name,
                 weight_milli,
                 limits,
                 budget,
                 models,
+                cache,
             }))
         })
 }
 
-fn user_defaults() -> impl Strategy<Value = Command> {
-    let scopes = vec![
+fn scope() -> impl Strategy<Value = CacheScope> {
+    let group = |name: &str| CacheScope::Group(name.to_owned());
+    let scopes = [
         CacheScope::Shared,
         CacheScope::Own,
-        CacheScope::Group("team".to_owned()),
+        group("team"),
+        group(""),
     ];
-    (
-        0_u32..3000,
-        user_limits(),
-        budget(),
-        prop::sample::select(scopes),
-    )
-        .prop_map(|(weight_milli, limits, budget, cache)| {
+    prop::sample::select(scopes.to_vec())
+}
+
+fn user_defaults() -> impl Strategy<Value = Command> {
+    (0_u32..3000, user_limits(), budget(), scope()).prop_map(
+        |(weight_milli, limits, budget, cache)| {
             Command::PutUserDefaults(Box::new(UserDefaults {
                 weight_milli,
                 limits,
                 budget,
                 cache,
             }))
-        })
+        },
+    )
 }
 
 fn discover() -> impl Strategy<Value = Command> {

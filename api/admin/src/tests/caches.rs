@@ -74,6 +74,24 @@ async fn unknown_settings_are_reported() {
     assert_eq!(put.status, StatusCode::BAD_REQUEST, "{}", put.body);
 }
 
+#[tokio::test]
+async fn scope_and_weight_of_a_user_are_set_by_one_command() {
+    let bench = Bench::new();
+    let index = bench.admin.view.applied().0;
+    let body = r#"{"cache": "isolated", "weight_milli": 1500}"#;
+    let put = bench.call("PUT", EVE, body).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let user = bench.get(EVE).await;
+    assert_eq!(user["index"], index + 1);
+    assert_eq!(
+        (&user["cache"], &user["weight_milli"]),
+        (&json!("isolated"), &json!(1500))
+    );
+    let body = r#"{"cache": "shared", "weight_milli": 0}"#;
+    bench.problem(("PUT", EVE, body), 400, "invalid").await;
+    assert_eq!(bench.get(EVE).await["cache"], "isolated");
+}
+
 const DEFAULTS: &str = "/admin/v1/user-defaults";
 
 #[tokio::test]
