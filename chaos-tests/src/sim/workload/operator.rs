@@ -2,7 +2,6 @@
 
 use api::ports::ProposeError;
 use lab::rng::Rng;
-use state::StateView;
 use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Order,
 };
