@@ -211,7 +211,7 @@ impl ReadinessCheck {
         }
         if self.keys.refuses() {
             against.push(format!(
-                "API keys: the list here is {age}, and requests with one are refused (users.when_stale)"
+                "API keys: the list here is {age}, and requests with one are refused (users.refuse_stale_keys_after)"
             ));
         } else {
             lacking.push(format!(

@@ -27,6 +27,7 @@ const LINES_MAX: usize = 600;
 const STATE_MAY_USE: &[&str] = &[
     "arc-swap",
     "bincode",
+    "humantime",
     "schemars",
     "serde",
     "thiserror",

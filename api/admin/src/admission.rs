@@ -18,11 +18,11 @@ use super::readback::{ReplacedSettings, WrittenSettings};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use api::error::Problem;
-use api::settings::{AdmissionForm, is_former};
+use api::settings::read_admission;
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(
-    example = json!({ "index": 5120, "is_set": false, "config": AdmissionForm::default() })
+    example = json!({ "index": 5120, "is_set": false, "config": AdmissionSettings::default() })
 )]
 pub(super) struct AdmissionResponse {
     index: LogIndex,
@@ -30,10 +30,10 @@ pub(super) struct AdmissionResponse {
     /// apply.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
-    config: AdmissionForm,
+    config: AdmissionSettings,
 }
 
-impl ReplacedSettings for AdmissionForm {
+impl ReplacedSettings for AdmissionSettings {
     fn example() -> Value {
         json!({ "order": "vtc", "concurrency": "adaptive", "max_queue": 2000, "max_wait": "30s" })
     }
@@ -45,7 +45,7 @@ pub(super) async fn show(
 ) -> Result<Versioned<AdmissionResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let set = registry.admission.as_ref();
-    let config = set.map(AdmissionForm::from).unwrap_or_default();
+    let config = set.cloned().unwrap_or_default();
     Ok(Versioned {
         version: Version::of(&config),
         body: AdmissionResponse {
@@ -59,48 +59,30 @@ pub(super) async fn show(
 fn version(admin: &Admin) -> Option<Version> {
     let registry = admin.view.registry();
     let set = registry.admission.as_ref();
-    let config = set.map(AdmissionForm::from).unwrap_or_default();
+    let config = set.cloned().unwrap_or_default();
     Some(Version::of(&config))
 }
 
-/// Admission settings from a request body.
-pub(super) struct AdmissionJson {
-    pub(super) settings: AdmissionSettings,
-    /// Whether the body used the deprecated field names.
-    is_former: bool,
-}
-
-impl AdmissionJson {
-    pub(super) fn read(body: &[u8]) -> Result<Self, Problem> {
-        let document: Value = decode(body)?;
-        let is_former = is_former(&document);
-        let settings = if is_former {
-            decode(body)?
-        } else {
-            let form = AdmissionForm::read(&document).map_err(|faults| unfit(&faults))?;
-            form.settings()
-        };
-        Ok(Self {
-            settings,
-            is_former,
-        })
-    }
+/// Reads admission settings from a request body.
+pub(super) fn read(body: &[u8]) -> Result<AdmissionSettings, Problem> {
+    let document: Value = decode(body)?;
+    read_admission(&document).map_err(|faults| unfit(&faults))
 }
 
 pub(super) async fn put(
     State(admin): State<AdminState>,
     if_match: IfMatch,
-    written: WrittenSettings<AdmissionForm>,
+    written: WrittenSettings<AdmissionSettings>,
 ) -> Result<Written, Problem> {
-    let body = AdmissionJson::read(&written.config)?;
+    let mut settings = read(&written.config)?;
     let _turn = if_match.turn(&admin, || version(&admin)).await?;
-    if written.is_read_as_unset && body.settings == AdmissionSettings::default() {
+    if written.is_read_as_unset && settings == AdmissionSettings::default() {
         at_level(&admin, ReadLevel::Linearizable).await?;
         if admin.view.registry().admission.is_none() {
             return Ok(unchanged(&admin));
         }
     }
-    let mut answer = submit(&admin, Command::PutAdmission(body.settings)).await?;
-    answer.is_former = body.is_former;
-    Ok(answer)
+    // The limits of users without their own belong to their defaults.
+    settings.user_limits = admin.view.registry().user_defaults.limits;
+    submit(&admin, Command::PutAdmission(settings)).await
 }

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -27,20 +27,6 @@ use api::base::printable::{escaped, is_obeyed};
 use api::error::Problem;
 use api::ports::{ChangeError, ProposeError};
 
-/// `Deprecation` header with the date since which the former setting names are deprecated (RFC
-/// 9745).
-const DEPRECATION: (HeaderName, HeaderValue) = (
-    HeaderName::from_static("deprecation"),
-    HeaderValue::from_static("@1795305600"),
-);
-/// `Warning` header that states which names replace the deprecated ones.
-const WARNING: (HeaderName, HeaderValue) = (
-    HeaderName::from_static("warning"),
-    HeaderValue::from_static(
-        "299 quorate \"these setting names are deprecated: use those of [admission] in a config \
-         file, which GET returns\"",
-    ),
-);
 /// Content type of JSON request bodies.
 pub(super) const JSON: &str = "application/json";
 /// Time within which a request body must arrive completely.
@@ -281,30 +267,13 @@ impl WriteResponse {
 
 /// Response to a committed write, or to one that changed nothing.
 #[derive(Debug)]
-pub(super) struct Written {
-    index: LogIndex,
-    /// Whether the body used the deprecated field names.
-    pub(super) is_former: bool,
-}
-
-impl Written {
-    fn at(index: LogIndex) -> Self {
-        Self {
-            index,
-            is_former: false,
-        }
-    }
-}
+pub(super) struct Written(LogIndex);
 
 impl IntoResponse for Written {
     fn into_response(self) -> Response {
-        let body = WriteResponse::at(self.index);
-        let index = self.index;
-        let mut response = WrittenWith { index, body }.into_response();
-        if self.is_former {
-            response.headers_mut().extend([DEPRECATION, WARNING]);
-        }
-        response
+        let Self(index) = self;
+        let body = WriteResponse::at(index);
+        WrittenWith { index, body }.into_response()
     }
 }
 
@@ -348,12 +317,12 @@ impl<T: Serialize> IntoResponse for Changed<T> {
 
 /// Returns the response to a write that would change nothing. Call after a read barrier.
 pub(super) fn unchanged(admin: &Admin) -> Written {
-    Written::at(admin.view.applied())
+    Written(admin.view.applied())
 }
 
 /// Proposes a command and returns the response to a successful write.
 pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Written, Problem> {
-    commit(admin, command).await.map(Written::at)
+    commit(admin, command).await.map(Written)
 }
 
 /// Proposes a command and returns the index at which it took effect, or why it had no effect.

@@ -7,10 +7,8 @@ use state::command::{BackendSpec, Command, Envelope, Founding, Lane, Origin, Use
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig, RoutingSettings};
 
-use super::admission::AdmissionJson;
 use super::answer::decode;
-use super::{backends, cluster, explain, policy, users};
-use api::settings::AdmissionForm;
+use super::{admission, backends, cluster, explain, policy, users};
 
 /// Decodes a body: one byte for its kind, then JSON. Applies the resulting command to a state,
 /// which must reject it or stay consistent, and encodes and decodes it like any other command.
@@ -27,15 +25,13 @@ pub fn admin_body(bytes: &[u8]) {
             read(body).map(Command::PutPolicy)
         }
         2 => read::<RoutingSettings>(body).map(Command::PutRouting),
-        3 => AdmissionJson::read(body)
-            .ok()
-            .map(|body| Command::PutAdmission(body.settings)),
+        3 => admission::read(body).ok().map(Command::PutAdmission),
         4 => read::<UserSpec>(body).map(Command::PutUser),
         5 => read::<users::PutUserBody>(body)
             .and_then(|body| body.limits().ok().flatten())
-            .map(|written| {
-                let (name, limits) = ("bob".to_owned(), written.limits);
-                Command::PutUserLimits { name, limits }
+            .map(|limits| Command::PutUserLimits {
+                name: "bob".to_owned(),
+                limits,
             }),
         6 => {
             if let Some(would_be) = read::<explain::ExplainBody>(body) {
@@ -102,7 +98,7 @@ pub fn admin_body_seeds() -> Vec<Vec<u8>> {
         kind(1, r#"{"policy":"cost","no_such":1}"#),
         kind(2, r#"{"models":{"m":{"policy":"random"}},"learn":false,"prediction_off_permille":100}"#),
         kind(3, &json(serde_json::to_string(&AdmissionSettings::default()))),
-        kind(3, &json(serde_json::to_string(&AdmissionForm::default()))),
+        kind(3, &json(serde_json::to_string(&AdmissionSettings::default()))),
         kind(4, r#"{"name":"bob","weight_milli":2000}"#),
         kind(5, r#"{"weight_milli":1500,"limits":{"requests":7,"tokens":1000000,"concurrent":2,"window_ms":60000}}"#),
         kind(6, r#"{"path":"/v1/chat/completions","headers":{"x-quorate-user":"ann"},"body":{"model":"m","messages":[]},"token_ids":true}"#),

@@ -22,7 +22,7 @@ use super::readback::{ReadBack, ReadBackJson, with_shown};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use api::error::Problem;
-use api::settings::{SettingError, UserLimitsForm, are_former_limits, read_budget};
+use api::settings::{SettingError, read_budget, read_limits};
 
 /// A user as stored in the state.
 #[derive(Serialize, JsonSchema)]
@@ -37,7 +37,7 @@ struct UserDetail {
     waiting: QueuedRequests,
     /// Limits set for this user; if absent, the limits for all users apply.
     #[serde(skip_serializing_if = "Option::is_none")]
-    limits: Option<UserLimitsForm>,
+    limits: Option<UserLimits>,
     /// With whom the user shares cached blocks, if set for this user.
     #[serde(flatten)]
     scope: Option<ShownScope>,
@@ -110,7 +110,7 @@ impl UserDetail {
                 here: admin.admission.waiting_of(user.key),
                 cluster: user.waiting,
             },
-            limits: user.limits.as_ref().map(UserLimitsForm::from),
+            limits: user.limits,
             left: user.left,
             budget: user.own_budget,
             budget_left: counts.map(|it| BudgetsLeft::of(&it, unix_ms)),
@@ -223,9 +223,9 @@ pub(super) struct PutUserBody {
     /// As returned by `GET`: writing back an unconfigured user with `false` leaves it unconfigured.
     is_configured: Option<bool>,
     weight_milli: Option<u32>,
-    /// Limits of the user, in the form of `[admission.user_limits]`. Without any bound, the user's
-    /// own limits are removed and the default ones apply.
-    #[schemars(with = "Option<UserLimitsForm>")]
+    /// Limits of the user, as in `[users.defaults.limits]`. Without any bound, the user's own limits
+    /// are removed and the default ones apply.
+    #[schemars(with = "Option<UserLimits>")]
     limits: Option<Value>,
     /// Tokens per `day` and `month`. Without any, the user's budget is removed.
     #[schemars(with = "Option<Budget>")]
@@ -253,27 +253,10 @@ impl ReadBack for PutUserBody {
     ];
 }
 
-/// Limits from a body.
-pub(super) struct WrittenLimits {
-    pub(super) limits: UserLimits,
-    /// Whether the limits used the field names of the log, which are deprecated.
-    are_former: bool,
-}
-
 impl PutUserBody {
-    pub(super) fn limits(&self) -> Result<Option<WrittenLimits>, Problem> {
-        let Some(limits) = &self.limits else {
-            return Ok(None);
-        };
-        let are_former = are_former_limits(limits);
-        let limits = if are_former {
-            UserLimits::deserialize(limits).map_err(|fault| invalid("limits", fault.to_string()))?
-        } else {
-            let form = UserLimitsForm::read(limits);
-            let form = form.map_err(|faults| unfit(&within("limits", faults)))?;
-            form.limits()
-        };
-        Ok(Some(WrittenLimits { limits, are_former }))
+    pub(super) fn limits(&self) -> Result<Option<UserLimits>, Problem> {
+        let read = self.limits.as_ref().map(read_limits).transpose();
+        read.map_err(|faults| unfit(&within("limits", faults)))
     }
 
     fn budget(&self) -> Result<Option<Budget>, Problem> {
@@ -385,13 +368,9 @@ pub(super) async fn put(
             return Ok(unchanged(&admin));
         }
     }
-    let written = body.limits()?;
-    let are_former = written.as_ref().is_some_and(|it| it.are_former);
-    let limits = written.map(|it| it.limits);
+    let limits = body.limits()?;
     let command = body.command(name, limits, scope)?;
-    let mut answer = submit(&admin, command).await?;
-    answer.is_former = are_former;
-    Ok(answer)
+    submit(&admin, command).await
 }
 
 /// Deletes the user with its counters, weight and limits.

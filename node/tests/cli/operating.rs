@@ -153,12 +153,14 @@ fn policies_admission_and_users_can_be_set() {
         "{refused}"
     );
 
-    operator.done("admission set max_queue=77 user_limits.tokens=5000");
+    operator.done("admission set max_queue=77 max_wait=20s");
     let admission = operator.json("admission get")["config"].clone();
     assert_eq!(admission["max_queue"], 77);
-    assert_eq!(admission["user_limits"]["tokens"], 5000);
-    operator.done("admission set user_limits.tokens=null");
-    assert_eq!(operator.json("admission get")["config"]["max_queue"], 77);
+    assert_eq!(admission["max_wait"], "20s");
+    operator.done("admission set max_wait=null");
+    let admission = operator.json("admission get")["config"].clone();
+    assert_eq!(admission["max_queue"], 77);
+    assert_eq!(admission["max_wait"], "10s");
     operator.done("routing set prediction_off_permille=300");
 
     operator.done("user set ada --weight 1.5 --requests 5");

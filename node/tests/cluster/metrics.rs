@@ -316,7 +316,7 @@ async fn series_counts_match_the_reference_at_512_backends() {
         };
         config.backends = (0..BACKENDS).map(of).collect();
         // One probe is enough.
-        config.probes.interval = Parsed(Duration::from_secs(3600));
+        config.probes.interval = Duration::from_secs(3600);
     });
     let (http, at) = (Http::new(), replica.addresses);
     let scrape = async || http.metrics(at.admin).await;

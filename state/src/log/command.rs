@@ -494,15 +494,15 @@ pub struct Committed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::CostSettings;
+    use crate::policy::{CostSettings, EppSettings};
 
     #[test]
     fn settings_out_of_bounds_are_named() {
-        let near = CostSettings {
-            near_permille: 1001,
-            ..CostSettings::default()
+        let heavy = EppSettings {
+            kv_weight: 1001,
+            ..EppSettings::default()
         };
-        assert!(PolicyConfig::Cost(near).validate().is_err());
+        assert!(PolicyConfig::Epp(heavy).validate().is_err());
         assert_eq!(
             PolicyConfig::Cost(CostSettings::default()).validate(),
             Ok(())

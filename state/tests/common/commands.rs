@@ -6,7 +6,7 @@
 #![allow(dead_code, reason = "chaos-tests takes what it needs")]
 
 use proptest::prelude::*;
-use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
+use state::admission::{AdmissionSettings, Concurrency};
 use state::budgets::Budget;
 use state::caches::CacheScope;
 use state::command::{
@@ -290,29 +290,15 @@ fn admission() -> impl Strategy<Value = AdmissionSettings> {
         1 => Just(Concurrency::Unlimited),
         1 => (0_u32..3).prop_map(Concurrency::Fixed),
     ];
-    (
-        concurrency,
-        0_u16..6,
-        0_u32..80_000,
-        0_u32..3,
-        user_limits(),
+    (concurrency, 0_u16..6, 0_u32..80_000, user_limits()).prop_map(
+        |(concurrency, bins, inter_token_us, user_limits)| AdmissionSettings {
+            concurrency,
+            bins,
+            inter_token_us,
+            user_limits,
+            ..AdmissionSettings::default()
+        },
     )
-        .prop_map(
-            |(concurrency, bins, inter_token_us, batch_min, user_limits)| {
-                let sla = SlaSettings {
-                    inter_token_us,
-                    batch_min,
-                    ..SlaSettings::default()
-                };
-                AdmissionSettings {
-                    concurrency,
-                    bins,
-                    sla,
-                    user_limits,
-                    ..AdmissionSettings::default()
-                }
-            },
-        )
 }
 
 /// Budgets that some charges use up.

@@ -102,8 +102,8 @@ async fn what_if_requests_are_validated() {
         (r#"{"decisions":10001}"#, "decisions"),
         (r#"{"policies":[]}"#, "policies"),
         (
-            r#"{"policies":[{"policy":"random"},{"policy":"cost","near_permille":2000}]}"#,
-            "policies[1].near_permille",
+            r#"{"policies":[{"policy":"random"},{"policy":"epp","kv_weight":2000}]}"#,
+            "policies[1].kv_weight",
         ),
     ] {
         let problem = bench.problem(("POST", path, body), 400, "invalid").await;

@@ -12,51 +12,20 @@ async fn admission_is_read_and_written_in_config_syntax() {
     assert_eq!(first["config"]["concurrency"], "adaptive");
     assert_eq!(first["config"]["max_queue"], 4096);
     assert_eq!(first["config"]["max_wait"], "10s");
-    assert_eq!(first["config"]["sla"]["max_batch"], 1024);
-    let body = r#"{"concurrency": 3, "max_wait": "1m 30s", "sla": {"min_batch": 2},
-                   "user_limits": {"tokens": 1099511627776, "window": "10s"}}"#;
+    assert_eq!(first["config"]["inter_token"], "0s");
+    let body = r#"{"concurrency": 3, "max_wait": "2days", "inter_token": "25ms 500us",
+                   "bin_max_age": "0s"}"#;
     let put = bench.call("PUT", ADMISSION, body).await;
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
-    assert!(!put.headers.contains_key("deprecation"));
     let read = bench.get(ADMISSION).await;
     assert_eq!(read["is_set"], true);
     assert_eq!(read["config"]["concurrency"], 3);
-    assert_eq!(read["config"]["max_wait"], "1m 30s");
-    assert_eq!(read["config"]["user_limits"]["window"], "10s");
+    assert_eq!(read["config"]["max_wait"], "2days");
+    assert_eq!(read["config"]["inter_token"], "25ms 500us");
     let again = read["config"].to_string();
     let put = bench.call("PUT", ADMISSION, &again).await;
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
     assert_eq!(bench.get(ADMISSION).await["config"], read["config"]);
-}
-
-#[tokio::test]
-async fn former_names_are_accepted_with_a_warning() {
-    let bench = Bench::new();
-    let body = r#"{"concurrency": {"fixed": 3}, "queue_max": 5, "wait_ms_max": 2500,
-                   "sla": {"batch_min": 2}, "user_limits": {"window_ms": 1000}}"#;
-    let put = bench.call("PUT", ADMISSION, body).await;
-    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
-    assert_eq!(put.headers["deprecation"], "@1795305600");
-    assert!(put.headers.contains_key("warning"));
-    let config = bench.get(ADMISSION).await["config"].clone();
-    assert_eq!(config["concurrency"], 3);
-    assert_eq!(config["max_queue"], 5);
-    assert_eq!(config["max_wait"], "2s 500ms");
-    assert_eq!(config["sla"]["min_batch"], 2);
-}
-
-#[tokio::test]
-async fn values_set_by_former_names_round_trip() {
-    let bench = Bench::new();
-    let body = r#"{"wait_ms_max": 172800000, "bin_age_ms_max": 0}"#;
-    let put = bench.call("PUT", ADMISSION, body).await;
-    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
-    let config = bench.get(ADMISSION).await["config"].clone();
-    assert_eq!(config["max_wait"], "2days");
-    assert_eq!(config["bin_max_age"], "0s");
-    let put = bench.call("PUT", ADMISSION, &config.to_string()).await;
-    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
-    assert_eq!(bench.get(ADMISSION).await["config"], config);
 }
 
 #[tokio::test]
@@ -66,7 +35,6 @@ async fn user_limits_are_read_and_written_in_config_syntax() {
     let body = r#"{"limits": {"requests": 5, "window": "1m"}}"#;
     let put = bench.call("PUT", user, body).await;
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
-    assert!(!put.headers.contains_key("deprecation"));
     let limits = bench.get(user).await["limits"].clone();
     assert_eq!(limits["window"], "1m");
     let again = json!({ "limits": limits }).to_string();
@@ -74,17 +42,16 @@ async fn user_limits_are_read_and_written_in_config_syntax() {
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
     assert_eq!(bench.get(user).await["limits"], limits);
 
-    let former = r#"{"limits": {"requests": 5, "window_ms": 2500}}"#;
-    let put = bench.call("PUT", user, former).await;
-    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
-    assert_eq!(put.headers["deprecation"], "@1795305600");
-    assert!(put.headers.contains_key("warning"));
-    assert_eq!(bench.get(user).await["limits"]["window"], "2s 500ms");
     for (limits, field, detail) in [
         (
             r#"{"window": 60}"#,
             "limits.window",
             "limits.window is 60 (expected a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\")",
+        ),
+        (
+            r#"{"window_ms": 1000}"#,
+            "limits.window_ms",
+            "limits.window_ms is an unknown key (expected one of concurrent, requests, tokens, window)",
         ),
         (
             r#"{"requests": 0}"#,
@@ -97,9 +64,6 @@ async fn user_limits_are_read_and_written_in_config_syntax() {
         assert_eq!(problem["field"], field, "{problem}");
         assert_eq!(problem["detail"], detail, "{problem}");
     }
-    let mixed = r#"{"limits": {"window": "1s", "window_ms": 1000}}"#;
-    let put = bench.call("PUT", user, mixed).await;
-    assert_eq!(put.status, StatusCode::BAD_REQUEST, "{}", put.body);
 }
 
 #[tokio::test]
@@ -112,15 +76,10 @@ async fn an_invalid_setting_names_key_value_and_expectation() {
             "max_wait is \"soon\" (expected a duration from 1ms to 49days, such as \"20ms\" or \"1m 30s\")",
         ),
         (
-            r#"{"concurrency": 0, "sla": {"max_batch": 0}}"#,
+            r#"{"concurrency": 0, "bins": 65}"#,
             "concurrency",
             "concurrency is 0 (expected an integer from 1 to 65536, \"adaptive\" or \"unlimited\"); \
-             sla.max_batch is 0 (expected an integer from 1 to 65536)",
-        ),
-        (
-            r#"{"sla": {"min_batch": 9, "max_batch": 8}}"#,
-            "sla.max_batch",
-            "sla.max_batch is 8 (expected at least sla.min_batch)",
+             bins is 65 (expected an integer from 1 to 64)",
         ),
         ("[]", "body", "body is a list (expected an object)"),
     ] {
@@ -240,10 +199,10 @@ async fn only_writable_fields_may_be_edited() {
     let other = r#"{"name": "bob", "weight_milli": 2000}"#;
     let call = ("PUT", "/admin/v1/users/ada", other);
     assert_eq!(bench.problem(call, 400, "invalid").await["field"], "name");
-    let around = r#"{"index": 3, "config": {"policy": "cost", "near_permille": "x"}}"#;
+    let around = r#"{"index": 3, "config": {"policy": "cost", "waiting_ns_per_request": "x"}}"#;
     let call = ("PUT", "/admin/v1/policy", around);
     let problem = bench.problem(call, 400, "invalid").await;
-    assert_eq!(problem["field"], "near_permille", "{problem}");
+    assert_eq!(problem["field"], "waiting_ns_per_request", "{problem}");
 }
 
 #[tokio::test]

@@ -112,13 +112,13 @@ const WRONG: &[(&str, &str, &str, &str)] = &[
     (
         "PUT",
         "/admin/v1/policy",
-        r#"{"policy":"cost","near_permille":"many"}"#,
-        "near_permille",
+        r#"{"policy":"cost","waiting_ns_per_request":"many"}"#,
+        "waiting_ns_per_request",
     ),
     (
         "PUT",
         "/admin/v1/policy",
-        r#"{"policy":"cost","near_permille":7,"learning":1}"#,
+        r#"{"policy":"cost","waiting_ns_per_request":7,"learning":1}"#,
         "learning",
     ),
     (
@@ -350,12 +350,12 @@ async fn user_weight_and_policy_can_be_set() {
         .call(
             "PUT",
             "/admin/v1/policy",
-            r#"{"policy":"cost","near_permille":7}"#,
+            r#"{"policy":"cost","waiting_ns_per_request":7}"#,
         )
         .await;
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
     let policy = bench.get("/admin/v1/policy").await;
-    assert_eq!(policy["config"]["near_permille"], 7);
+    assert_eq!(policy["config"]["waiting_ns_per_request"], 7);
     assert_eq!(policy["index"], put.json()["index"]);
     // A policy that was read can be written.
     let again = policy["config"].to_string();
@@ -404,11 +404,11 @@ async fn a_models_policy_can_be_set_and_removed() {
     bench
         .problem(("DELETE", "/admin/v1/policy?model=a", ""), 404, "not-found")
         .await;
-    let unfit = r#"{"models":{"m":{"policy":"lmetric","near_permille":2000}}}"#;
+    let unfit = r#"{"models":{"m":{"policy":"epp","kv_weight":2000}}}"#;
     let problem = bench
         .problem(("PUT", "/admin/v1/routing", unfit), 400, "invalid")
         .await;
-    assert_eq!(problem["field"], "models.m.near_permille");
+    assert_eq!(problem["field"], "models.m.kv_weight");
 }
 
 #[tokio::test]

@@ -319,7 +319,7 @@ pub(super) async fn attempt(
     }
     // Engines respond with such a status when they cannot fetch the prompt's blocks.
     let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
-    if !is_last && (is_transfer_lost || proxy.settings.retry_statuses.contains(&status)) {
+    if !is_last && (is_transfer_lost || proxy.settings.retry.takes(status)) {
         attempt.end(AttemptEnd::NotRun, Instant::now());
         let refusal = read_refusal(response).await;
         return Err(AttemptError::Refused(refusal.map(Box::new)));

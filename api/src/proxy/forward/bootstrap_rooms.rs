@@ -333,7 +333,7 @@ fn without_prompt(
                 false => proxy.backends.report_no_answer(backend, Some(user), now),
             }
             prefill.end(AttemptEnd::NotRun);
-            let is_final = is_clients && !proxy.settings.retry_statuses.contains(&status);
+            let is_final = is_clients && !proxy.settings.retry.takes(status);
             Ok((AttemptError::Refused(refusal.map(Box::new)), is_final))
         }
         RemotePrefill::Failed(failure) => {

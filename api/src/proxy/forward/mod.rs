@@ -87,7 +87,7 @@ pub(super) async fn forward(
         }
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
-        let is_last = tried + 1 >= proxy.settings.attempts_max;
+        let is_last = tried + 1 >= proxy.settings.retry.attempts as usize;
         let sent = send(proxy, &mut sending, &decision, taken, is_last).await?;
         excluded.extend(sent.failed_prefill);
         let failure = match sent.result {
@@ -446,7 +446,7 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
         ahead: ReadAheadBounds {
             bytes_max: proxy.limits.load().read_ahead_bytes_max,
             held_bytes: Arc::clone(&proxy.held_bytes),
-            held_bytes_max: proxy.limits.load().held_bytes_max,
+            held_bytes_max: proxy.limits.load().held_bytes(),
             held_back: proxy.settings.timeouts.held_back,
             untaken: proxy.settings.timeouts.untaken,
         },
@@ -456,7 +456,7 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
 /// Returns how an attempt ends after a response with an unsuccessful status. The engine may have
 /// computed before a server error, but not before a refusal.
 fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
-    let is_refusal = proxy.settings.retry_statuses.contains(&status)
+    let is_refusal = proxy.settings.retry.takes(status)
         || status == StatusCode::NOT_IMPLEMENTED
         || status == StatusCode::SERVICE_UNAVAILABLE;
     if status.is_server_error() && !is_refusal {

@@ -1,28 +1,19 @@
-//! Logging to stderr, human-readable or as JSON, with a `tracing` filter. The access log can go to
-//! a file.
-
-mod access_file;
-mod logfmt;
+//! Logging to stderr, as text or JSON, with a `tracing` filter. The access log is part of it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use admin::LogLevelControl;
 use anyhow::Context as _;
 use api::proxy::{ACCESS_TARGET, LoggedRequests};
-use api::settings::Form as _;
 use lab::terminal::is_coloured;
+use state::form::Form as _;
 use tracing::Subscriber;
-use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, Registry, fmt, reload};
 
-use self::logfmt::Logfmt;
-use crate::config::{AccessFormat, LogConfig, LogFilter, LogFormat, Parsed};
-
-pub(crate) use access_file::ACCESS_FILE_EXPECTED;
-pub use access_file::{AccessFile, AccessFileMetrics, LineWriter};
+use crate::config::{LogConfig, LogFilter, LogFormat};
 
 /// Default filter for dependencies that log each step, each failed heartbeat to a peer known to be
 /// down, each connection reset by a client, or each invalid server name. A filter that names them
@@ -65,33 +56,19 @@ impl LogLevel {
 }
 
 /// Sets up logging for the whole process. Call it once, from a program's `main`. A library or test
-/// that embeds a replica sets up its own logging, or none. The access log goes to `access_file`, if
-/// given.
+/// that embeds a replica sets up its own logging, or none.
 ///
 /// # Errors
 /// Fails if the filter does not parse, or logging is set up already.
-pub fn init(log: &LogConfig, access_file: Option<&AccessFile>) -> anyhow::Result<LogLevel> {
+pub fn init(log: &LogConfig) -> anyhow::Result<LogLevel> {
     let access = log.access;
     let (reloading, filter) = reload::Layer::new(filter(&log.level, access)?);
-    let layers: Vec<_> = match access_file {
-        None => vec![to_stderr(log.format)],
-        Some(file) => {
-            let others = filter_fn(|told| told.target() != ACCESS_TARGET);
-            let only = filter_fn(|told| told.target() == ACCESS_TARGET);
-            vec![
-                to_stderr(log.format).with_filter(others).boxed(),
-                to_file(log.access_format, file.clone())
-                    .with_filter(only)
-                    .boxed(),
-            ]
-        }
-    };
     let outcome = tracing_subscriber::registry()
         .with(reloading)
-        .with(layers)
+        .with(to_stderr(log.format))
         .try_init();
     outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))?;
-    let level = Arc::new(Mutex::new(log.level.0.clone()));
+    let level = Arc::new(Mutex::new(log.level.clone()));
     Ok(LogLevel {
         access,
         filter,
@@ -99,9 +76,7 @@ pub fn init(log: &LogConfig, access_file: Option<&AccessFile>) -> anyhow::Result
     })
 }
 
-type Lines<S> = Box<dyn tracing_subscriber::Layer<S> + Send + Sync>;
-
-fn to_stderr<S>(format: LogFormat) -> Lines<S>
+fn to_stderr<S>(format: LogFormat) -> Box<dyn tracing_subscriber::Layer<S> + Send + Sync>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
@@ -111,21 +86,7 @@ where
             let lines = lines.json().flatten_event(true);
             lines.with_current_span(false).boxed()
         }
-        LogFormat::Human => lines.with_ansi(is_coloured(&std::io::stderr())).boxed(),
-    }
-}
-
-fn to_file<S>(format: AccessFormat, file: AccessFile) -> Lines<S>
-where
-    S: Subscriber + for<'a> LookupSpan<'a>,
-{
-    let lines = fmt::layer().with_writer(file);
-    match format {
-        AccessFormat::Json => {
-            let lines = lines.json().flatten_event(true);
-            lines.with_current_span(false).boxed()
-        }
-        AccessFormat::Logfmt => lines.event_format(Logfmt).boxed(),
+        LogFormat::Text => lines.with_ansi(is_coloured(&std::io::stderr())).boxed(),
     }
 }
 
@@ -140,7 +101,7 @@ fn filter(level: &str, access: LoggedRequests) -> anyhow::Result<EnvFilter> {
     Ok(EnvFilter::builder().parse(filter)?)
 }
 
-/// Sets up logging for commands without a config: human-readable lines, filtered by
+/// Sets up logging for commands without a config: lines of text, filtered by
 /// `QUORATE_LOG__LEVEL`, else by `default`.
 ///
 /// # Errors
@@ -155,15 +116,14 @@ pub fn init_for_command(default: &str) -> anyhow::Result<()> {
     };
     let format = match std::env::var("QUORATE_LOG__FORMAT").as_deref() {
         Ok("json") => LogFormat::Json,
-        _ => LogFormat::Human,
+        _ => LogFormat::Text,
     };
     let log = LogConfig {
         format,
-        level: Parsed(filter),
+        level: filter,
         access: LoggedRequests::Off,
-        ..LogConfig::default()
     };
-    init(&log, None)?;
+    init(&log)?;
     Ok(())
 }
 
