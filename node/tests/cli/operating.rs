@@ -130,24 +130,27 @@ fn writes_are_audited() {
 #[test]
 fn policies_admission_and_users_can_be_set() {
     let operator = Operator::new();
-    operator.done("policy set prefix-cache imbalance_abs_count=8");
-    let policy = operator.done("policy get");
+    operator.done("settings set policy prefix-cache imbalance_abs_count=8");
+    let policy = operator.done("settings get policy");
     assert!(
         policy.starts_with("policy ") && policy.contains("prefix-cache"),
         "{policy}"
     );
     assert_eq!(
-        operator.json("policy get")["config"]["imbalance_abs_count"],
+        operator.json("settings get policy")["config"]["imbalance_abs_count"],
         8
     );
-    operator.done("policy set session --model m");
+    operator.done("settings set policy session --model m");
     assert_eq!(
-        operator.json("policy get --model m")["config"]["policy"],
+        operator.json("settings get policy --model m")["config"]["policy"],
         "session"
     );
-    operator.done("policy unset --model m");
-    assert_eq!(operator.json("policy get --model m")["is_of_model"], false);
-    let refused = operator.refused("policy set nonsense");
+    operator.done("settings set policy --unset --model m");
+    assert_eq!(
+        operator.json("settings get policy --model m")["is_of_model"],
+        false
+    );
+    let refused = operator.refused("settings set policy nonsense");
     assert!(
         refused.contains("nonsense") && refused.contains("least-request"),
         "{refused}"
@@ -189,10 +192,13 @@ fn shown_settings_can_be_written_back() {
         ("backend show a", "backend set a"),
         ("user show anonymous", "user set anonymous"),
         ("user show ada", "user set ada"),
-        ("policy get", "policy set"),
-        ("policy get --model m", "policy set --model m"),
-        ("routing get", "routing set"),
-        ("admission get", "admission set"),
+        ("settings get policy", "settings set policy"),
+        (
+            "settings get policy --model m",
+            "settings set policy --model m",
+        ),
+        ("settings get routing", "settings set routing"),
+        ("settings get admission", "settings set admission"),
     ] {
         let before = operator.json(shown);
         operator.fed(written, &before);
