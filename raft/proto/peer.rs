@@ -13,7 +13,7 @@ pub struct Header {
     /// Store of `to`. A replica that lost its store is a different replica.
     #[prost(uint64, tag = "5")]
     pub to_store: u64,
-    /// Store of `from`, as recorded in the membership. 0 in calls of earlier builds.
+    /// Store of `from`, as recorded in the membership.
     #[prost(uint64, tag = "6")]
     pub from_store: u64,
 }
@@ -112,8 +112,7 @@ pub struct AppendRequest {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AppendResponse {
-    /// Ids of the replicas whose calls reached the responder recently, including its own id. Empty in
-    /// responses of earlier builds.
+    /// Ids of the replicas whose calls reached the responder recently, including its own id.
     #[prost(uint64, repeated, tag = "5")]
     pub hears: ::prost::alloc::vec::Vec<u64>,
     /// Whether the responder refuses to lead: its log cannot be written, or its state may be wrong.
@@ -218,7 +217,7 @@ pub struct SnapshotMeta {
     /// Whether the snapshot contains the effect of any command.
     #[prost(bool, tag = "3")]
     pub has_commands: bool,
-    /// Latest removal under each id. Missing in snapshots of earlier builds.
+    /// Latest removal under each id.
     #[prost(message, repeated, tag = "4")]
     pub removals: ::prost::alloc::vec::Vec<Removal>,
 }
@@ -338,10 +337,10 @@ pub struct ChangeRequest {
     /// Number of times that the call was forwarded.
     #[prost(uint32, tag = "10")]
     pub hops: u32,
-    /// Store of `from`. 0 in calls of earlier builds.
+    /// Store of `from`.
     #[prost(uint64, tag = "11")]
     pub from_store: u64,
-    /// Name of the cluster that `from` is configured for; empty in calls of earlier builds.
+    /// Name of the cluster that `from` is configured for.
     #[prost(string, tag = "12")]
     pub cluster_name: ::prost::alloc::string::String,
     #[prost(oneof = "change_request::Change", tags = "4, 5, 6, 7, 8, 9")]
@@ -443,7 +442,6 @@ pub struct Changed {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct InfoRequest {
-    /// Empty in calls of earlier builds.
     #[prost(string, tag = "1")]
     pub cluster_name: ::prost::alloc::string::String,
     /// Cluster of the sender; 0 for none. A member describes itself fully only to senders that know
@@ -452,7 +450,7 @@ pub struct InfoRequest {
     pub cluster_high: u64,
     #[prost(uint64, tag = "3")]
     pub cluster_low: u64,
-    /// Id of the sender. 0 in calls of earlier builds.
+    /// Id of the sender.
     #[prost(uint64, tag = "4")]
     pub from: u64,
     #[prost(uint64, tag = "5")]
@@ -484,11 +482,10 @@ pub struct InfoResponse {
     pub members: ::prost::alloc::vec::Vec<u64>,
     #[prost(uint64, tag = "9")]
     pub membership_index: u64,
-    /// Empty in responses of earlier builds.
     #[prost(string, tag = "10")]
     pub cluster_name: ::prost::alloc::string::String,
     /// First half of the cluster's id, so that operators can compare ids. Members of other clusters
-    /// receive it too. 0 without a cluster, and in responses of earlier builds.
+    /// receive it too. 0 without a cluster.
     #[prost(uint64, tag = "11")]
     pub cluster_first: u64,
 }
@@ -542,7 +539,7 @@ pub struct Identity {
     /// Id of the replica that claimed this one for the cluster; 0 if unclaimed or a member.
     #[prost(uint64, tag = "5")]
     pub claimant: u64,
-    /// Name of the cluster in the replica's config; empty in files of earlier builds.
+    /// Name of the cluster in the replica's config.
     #[prost(string, tag = "6")]
     pub cluster_name: ::prost::alloc::string::String,
 }

@@ -213,7 +213,7 @@ impl ReplicaIdentity {
 }
 
 /// Refuses a config that names a different cluster than the store. A store that is in no cluster
-/// takes the new name, and so does one from an earlier build, which recorded none.
+/// takes the new name.
 fn check_name(
     path: &Path,
     (kept, binding): (&str, ClusterBinding),
@@ -222,7 +222,7 @@ fn check_name(
     let ClusterBinding::Member(cluster) = binding else {
         return Ok(());
     };
-    if kept.is_empty() || kept == name {
+    if kept == name {
         return Ok(());
     }
     Err(StartError::WrongStore(format!(
@@ -266,24 +266,6 @@ mod tests {
             assert!(why.contains(told), "{why}");
         }
         open_as(folder.path(), 1, "staging").unwrap();
-    }
-
-    #[test]
-    fn a_store_without_a_name_takes_the_configured_one() {
-        let folder = tempfile::tempdir().unwrap();
-        let layout = Layout::new(folder.path());
-        layout.create().unwrap();
-        let earlier = proto::Identity {
-            id: 1,
-            store: 4,
-            cluster_low: 7,
-            ..proto::Identity::default()
-        };
-        files::store_message(&*layout.files, &layout.identity(), &earlier).unwrap();
-        let identity = open(folder.path(), 1).unwrap();
-        assert_eq!(identity.store, 4);
-        assert_eq!(identity.binding(), ClusterBinding::Member(7));
-        assert!(open_as(folder.path(), 1, "staging").is_err());
     }
 
     #[test]

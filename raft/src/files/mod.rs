@@ -123,11 +123,6 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     ) || rustix::io::Errno::from_io_error(error).is_some_and(is_short)
 }
 
-/// Whether [`store_message`] can have written a file that contains `bytes`.
-pub(crate) fn is_message(bytes: &[u8]) -> bool {
-    bytes.starts_with(MAGIC)
-}
-
 /// Replaces a small file with a message: writes and syncs a new file, renames it, syncs the folder.
 pub(crate) fn store_message(
     files: &dyn Files,

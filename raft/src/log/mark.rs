@@ -13,8 +13,7 @@
 //! mark               as protobuf
 //! ```
 //!
-//! All numbers are little-endian. A file in the earlier format, a single message, is read and
-//! replaced at startup.
+//! All numbers are little-endian.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -25,7 +24,7 @@ use prost::Message;
 
 use super::disk::DiskContents;
 use crate::error::StartError;
-use crate::files::{self, Files as _, Layout, SystemFiles, damaged, io_error};
+use crate::files::{Files as _, Layout, SystemFiles, damaged, io_error};
 use crate::types::{LogId, Vote};
 use crate::wire::proto;
 
@@ -57,12 +56,6 @@ impl MarkFile {
             let new = Self::create(&path, LogMark::default()).map_err(failed)?;
             return Ok((new, LogMark::default()));
         };
-        if files::is_message(&bytes) {
-            let kept: Option<proto::LogMark> = files::load_message(&SystemFiles, &path)?;
-            let mark = kept.map(LogMark::from).unwrap_or_default();
-            let new = Self::create(&path, mark.clone()).map_err(failed)?;
-            return Ok((new, mark));
-        }
         let Some((number, mark)) = newest(&bytes) else {
             return Err(damaged(&path, 0, "none of its two slots is whole"));
         };
@@ -238,16 +231,6 @@ mod tests {
         torn[SLOT_BYTES] ^= 1;
         fs::write(layout.mark(), torn).unwrap();
         assert!(matches!(found(&layout), Err(StartError::Damaged { .. })));
-    }
-
-    #[test]
-    fn a_mark_of_the_previous_format_is_read_and_replaced() {
-        let (_folder, layout) = laid_out();
-        let wire = proto::LogMark::from(mark(7));
-        files::store_message(&SystemFiles, &layout.mark(), &wire).unwrap();
-        assert_eq!(found(&layout).unwrap(), mark(7));
-        assert!(fs::read(layout.mark()).unwrap().starts_with(MAGIC));
-        assert_eq!(found(&layout).unwrap(), mark(7));
     }
 
     /// Pins the byte layout of a slot: changing it requires a new magic number.

@@ -13,8 +13,8 @@ use super::peers::check_store;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::PeerState;
+use crate::types;
 use crate::wire::{self, proto};
-use crate::{DEFAULT_NAME, types};
 
 /// Timeout of a call that asks a peer about itself.
 pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
@@ -59,16 +59,10 @@ pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Re
     Ok(())
 }
 
-/// Returns the cluster name in a message, or the default name if it is empty, as earlier builds
-/// leave it.
-fn named(told: &str) -> &str {
-    if told.is_empty() { DEFAULT_NAME } else { told }
-}
-
 impl ReplicaInner {
     /// Refuses a caller that is configured for another cluster.
     pub(crate) fn check_name(&self, told: &str) -> Result<(), Status> {
-        let (theirs, ours) = (named(told), self.options.cluster_name.as_str());
+        let (theirs, ours) = (told, self.options.cluster_name.as_str());
         if theirs == ours {
             return Ok(());
         }
@@ -132,10 +126,7 @@ impl ReplicaInner {
                 tracing::warn!(address, why = error.why, "peer refused the call");
             }
         })?;
-        let (theirs, ours) = (
-            named(&info.cluster_name),
-            self.options.cluster_name.as_str(),
-        );
+        let (theirs, ours) = (&*info.cluster_name, self.options.cluster_name.as_str());
         if theirs != ours {
             let theirs: String = theirs.chars().take(80).collect();
             return Err(AskError {

@@ -34,7 +34,6 @@ use tokio_util::task::TaskTracker;
 
 use self::leader_contact::LeaderContact;
 use self::peer_discovery::PeerDiscovery;
-use self::peers::SHOWS_STORE;
 #[cfg(feature = "fuzzing")]
 pub use self::peers::forged_calls;
 use crate::adapter::{Raft, StateMachineAdapter};
@@ -121,12 +120,12 @@ impl Replica {
     }
 
     async fn start_here(
-        mut options: ReplicaOptions,
+        options: ReplicaOptions,
         transport: Arc<dyn Transport>,
         machine: Box<dyn StateMachine>,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
-        let config = prepare(&mut options)?;
+        let config = prepare(&options)?;
         let (fault, cancel) = (FatalError::new(), CancellationToken::new());
         let blocking = options.storage.blocking();
         let check = machine.check();
@@ -219,7 +218,7 @@ impl Replica {
     }
 
     /// Returns the last applied log index that each peer reported. Peers report it several times
-    /// per second, except those of earlier builds.
+    /// per second.
     #[must_use]
     pub fn peers_applied(&self) -> BTreeMap<u8, u64> {
         let applied = self.inner.links.reachability.all_applied().into_iter();
@@ -375,10 +374,8 @@ fn open(
 }
 
 /// Checks the options and derives openraft's config.
-fn prepare(options: &mut ReplicaOptions) -> Result<RaftConfig, StartError> {
+fn prepare(options: &ReplicaOptions) -> Result<RaftConfig, StartError> {
     check_formation(&options.formation)?;
-    let label = (SHOWS_STORE.to_owned(), "2".to_owned());
-    options.labels.extend([label]);
     member_info::check_told(&options.advertise, &options.labels).map_err(StartError::Options)?;
     raft_config(options)
 }

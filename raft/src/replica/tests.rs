@@ -42,7 +42,7 @@ impl Replica {
         let identity = &self.inner.links.identity;
         let node = crate::types::Node {
             address: "127.0.0.1:1".to_owned(),
-            labels: [(super::peers::SHOWS_STORE.to_owned(), "2".to_owned())].into(),
+            labels: [].into(),
             store: STORE,
             cluster: identity.cluster().unwrap(),
         };

@@ -23,8 +23,6 @@ use crate::wire::{self, MalformedMessageError, proto};
 const TERM_FIRST_MAX: u64 = 1 << 40;
 /// Maximum id of a replica; ids start at 1.
 const ID_MAX: u64 = 255;
-/// Name of the label of members that present their store in every call.
-pub(crate) const SHOWS_STORE: &str = "peer";
 
 /// Purpose of a call, as far as it determines which senders may make it.
 #[derive(Debug, Clone, Copy)]
@@ -175,9 +173,7 @@ fn is_new(metrics: &Metrics) -> bool {
 
 /// Refuses a caller that uses the id of a member without knowing its store.
 pub(crate) fn check_store(id: u64, node: &Node, shown: u64) -> Result<(), Status> {
-    // Replicas of earlier builds present none.
-    let is_earlier = shown == 0 && !node.labels.contains_key(SHOWS_STORE);
-    if is_earlier || shown == node.store {
+    if shown == node.store {
         return Ok(());
     }
     Err(refused(format!("replica {id} has another store")))
@@ -211,16 +207,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_member_must_show_its_store_if_it_announced_to() {
-        let mut node = Node {
+    fn a_member_must_show_its_store() {
+        let node = Node {
             store: 7,
             ..Node::default()
         };
-        assert!(check_store(2, &node, 0).is_ok());
         assert!(check_store(2, &node, 7).is_ok());
-        assert!(check_store(2, &node, 8).is_err());
-        node.labels.insert(SHOWS_STORE.to_owned(), "2".to_owned());
-        assert!(check_store(2, &node, 0).is_err());
-        assert!(check_store(2, &node, 7).is_ok());
+        for other in [0, 8] {
+            assert!(check_store(2, &node, other).is_err());
+        }
     }
 }

@@ -11,6 +11,6 @@ mod service;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::guard::{SHOWS_STORE, check_store};
+pub(crate) use self::guard::check_store;
 pub(super) use self::messages::keep_streams;
 pub(super) use self::service::serve;
