@@ -1,5 +1,6 @@
-//! The HTTP layer around the deterministic core: data plane and clients of the engines.
+//! The HTTP layer around the deterministic core: data plane, admin API and engine clients.
 
+pub mod admin;
 pub mod admission;
 pub mod base;
 pub mod cluster;

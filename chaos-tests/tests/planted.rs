@@ -46,7 +46,6 @@ const IN_CLUSTERS: &[InCluster] = &[
         1,
     ),
     ("node.FormatSentEarly", "I130", &[Fault::Upgrade], 8, 5),
-    ("node.MessageSentEarly", "I130", &[Fault::Upgrade], 8, 5),
 ];
 
 /// A bug that only the log on sled shows, and no simulated cluster: see `raft::truncated_log`.

@@ -14,6 +14,4 @@ api::plantable_bugs! {
     SessionKept,
     /// Commands are proposed before all members can decode them.
     FormatSentEarly,
-    /// Messages are sent before all members can decode them.
-    MessageSentEarly,
 }

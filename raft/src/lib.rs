@@ -75,7 +75,8 @@ pub use error::{ChangeError, Committed, ProposeError, StartError};
 pub use files::set_store_aside;
 pub use log::{SYNC_BUCKETS_S, SyncTimes};
 pub use machine::{
-    CheckCommand, FrozenMachine, PeerHandler, SnapshotError, StateMachine, StopReplicaError,
+    CheckCommand, CommandSource, FrozenMachine, PeerHandler, SnapshotError, StateMachine,
+    StopReplicaError,
 };
 pub use memory::{DiskShortage, MemoryDisk};
 pub use net::{

@@ -7,8 +7,18 @@ use std::sync::Arc;
 use crate::status::Status;
 
 /// Function that checks, before a command is proposed, that every member's machine can apply its
-/// bytes. Returns the reason if not. Calls its second argument only if it needs the status.
-pub type CheckCommand = Arc<dyn Fn(&[u8], &dyn Fn() -> Status) -> Result<(), String> + Send + Sync>;
+/// bytes. Returns the reason if not. Calls its last argument only if it needs the status.
+pub type CheckCommand =
+    Arc<dyn Fn(&[u8], CommandSource, &dyn Fn() -> Status) -> Result<(), String> + Send + Sync>;
+
+/// Source of the bytes of a command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CommandSource {
+    /// This replica, which encoded the command.
+    Own,
+    /// Another member, whose bytes need not be a command.
+    Peer,
+}
 
 /// State machine driven by a replicated log. Commands are deliberately opaque to this crate.
 pub trait StateMachine: Send + 'static {

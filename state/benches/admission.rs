@@ -52,7 +52,7 @@ const ORDERS: [Order; 7] = [
 fn rules(order: Order) -> QueueSettings {
     let settings = AdmissionSettings {
         order,
-        max_queue: 100_000,
+        queue_max: 100_000,
         ..AdmissionSettings::default()
     };
     QueueSettings::of(&settings, Pricing::default())

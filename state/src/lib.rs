@@ -15,7 +15,6 @@ mod cow;
 pub mod discovery;
 mod encoding;
 mod error;
-pub mod form;
 pub mod ids;
 pub mod keys;
 pub mod kv_events;
@@ -47,5 +46,5 @@ pub use log::{codec, command};
 pub use machine::{
     AUDIT_ENTRIES_MAX, AuditAction, AuditEntry, FrozenState, LeaseView, RESTORE_IDLE_MS_MAX,
     ReadBackup, Registry, RestoreView, RouterState, SNAPSHOT_VERSION, STAMP_AHEAD_MS_MAX,
-    STAMP_LATE_MS_MAX, SessionView, StagedBackup, StateView, TIME_STEP_MS_MAX, UNANIMOUS_MS,
+    STAMP_LATE_MS_MAX, SessionView, StagedBackup, StateView, UNANIMOUS_MS,
 };

@@ -425,7 +425,7 @@ fn every_rejection_names_its_cause() {
 }
 
 #[test]
-fn a_clock_far_ahead_advances_time_one_step_per_command() {
+fn a_clock_far_ahead_moves_time_once_confirmed() {
     let mut state = RouterState::new();
     let mut apply = |session, seq, proposed_at_ms| {
         let index = LogIndex(state.applied().0 + 1);
@@ -442,14 +442,13 @@ fn a_clock_far_ahead_advances_time_one_step_per_command() {
         apply(1, 2, start - 1).0,
         apply(1, 3, u64::MAX).0,
         apply(1, 4, start + day).0,
-        apply(2, 5, start + day).0,
+        apply(2, 5, start + day + state::UNANIMOUS_MS).0,
     ];
-    let step = state::TIME_STEP_MS_MAX;
-    let expected = [0, 0, step, 2 * step, 3 * step].map(|passed| start + passed);
+    let expected = [0, 0, 0, 0, day + state::UNANIMOUS_MS].map(|passed| start + passed);
     assert_eq!(times, expected);
     // A command that is not applied does not advance time: a repeat, one from an ended session,
     // number 0.
-    let last = apply(2, 5, start + day);
+    let last = apply(2, 5, start + day + state::UNANIMOUS_MS);
     assert_eq!(last.0, expected[4]);
     for (session, seq) in [(2, 5), (1, 9), (2, 0)] {
         assert_eq!(apply(session, seq, u64::MAX), last);

@@ -185,7 +185,6 @@ fn full_sample() -> RouterState {
     };
     let restore = RestoreId(5);
     let commands = [
-        Command::PaceTime,
         Command::PutUserDefaults(Box::new(UserDefaults {
             weight_milli: 500,
             ..UserDefaults::default()

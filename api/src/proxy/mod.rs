@@ -37,19 +37,20 @@ use std::sync::atomic::AtomicU64;
 use arc_swap::ArcSwap;
 use http::HeaderValue;
 use state::StateView;
+use state::admission::RetryAllowance;
 use tokio_util::task::TaskTracker;
 
 pub use crate::net::ip_prefix::{IpPrefix, IpPrefixError};
-pub use limits::clients::client_of;
+pub(crate) use limits::clients::client_of;
 pub use listen::server::{DrainResult, Server};
 pub use record::access::ACCESS_TARGET;
 pub use record::decisions::DecisionLog;
-pub use record::decisions::DecisionLogSize;
 pub use record::metrics::{
     ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds, StatusLabel,
 };
-pub use record::recorder::{Recorder, RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
-pub use record::request_record::{DecidedAttempt, RequestEnd, RequestRecord};
+pub(crate) use record::recorder::{RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
+pub use record::request_record::RequestRecord;
+pub(crate) use record::request_record::{DecidedAttempt, RequestEnd};
 pub use request::client_request::{ClientRequest, RequestHead, RequestReader};
 pub use request::identify::{RequestOrigin, UserSource};
 pub use request::routes::{INFERENCE_PATHS, is_plain};
@@ -61,7 +62,7 @@ pub use settings::reserved_fields::{
 };
 pub use settings::{
     Charges, DECISIONS_MAX, Expose, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
-    ProxySettings, ProxyTimeouts, RetrySettings, UsageRequest,
+    ProxySettings, ProxyTimeouts, UsageRequest,
 };
 
 use self::limits::clients::{ClientTable, UserRequests};
@@ -111,14 +112,16 @@ impl Proxy {
         settings: ProxySettings,
         metrics: Arc<ProxyMetrics>,
     ) -> Self {
-        let pool = Pool::new(settings.pool(), metrics.pool.clone());
+        let pool = Pool::new(settings.pool, metrics.pool.clone());
         let pool = pool.through(backends.dialer().clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
         let limits = &settings.limits;
-        let (connections, requests) = limits.per_address();
-        let clients = ClientTable::new(connections, requests);
-        let users = UserRequests::new(limits.per_user());
-        let budget = RetryBudget::new(settings.retry.allowance());
+        let clients = ClientTable::new(
+            limits.connections_per_address_max,
+            limits.requests_per_address_max,
+        );
+        let users = UserRequests::new(limits.requests_per_user_max);
+        let budget = RetryBudget::new(settings.retry_allowance);
         let clock = router.clock().clone();
         let is_logged = settings.logged_requests != LoggedRequests::Off;
         let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
@@ -177,15 +180,17 @@ impl Proxy {
     /// limits on all connections, on the streams of a connection and, for HTTP clients, on request
     /// heads keep their first value.
     pub fn replace_limits(&self, limits: ProxyLimits) {
-        let (connections, requests) = limits.per_address();
-        self.clients.limit(connections, requests);
-        self.users.limit(limits.per_user());
+        self.clients.limit(
+            limits.connections_per_address_max,
+            limits.requests_per_address_max,
+        );
+        self.users.limit(limits.requests_per_user_max);
         self.limits.store(Arc::new(limits));
     }
 
     /// Replaces the allowance of the retry budgets for later retries.
-    pub fn replace_retry_budget(&self, retry: &RetrySettings) {
-        self.budget.replace(retry.allowance());
+    pub fn replace_retry_allowance(&self, allowance: RetryAllowance) {
+        self.budget.replace(allowance);
     }
 
     /// Asks up to `count` client connections without a request to close, the longest idle first, to
@@ -198,6 +203,6 @@ impl Proxy {
 
     /// Returns a counter of a body's bytes in memory, which lives until the response begins.
     fn held_body(&self) -> HeldBodyBytes {
-        HeldBodyBytes::none(&self.held_bytes, self.limits.load().held_bytes())
+        HeldBodyBytes::none(&self.held_bytes, self.limits.load().held_bytes_max)
     }
 }

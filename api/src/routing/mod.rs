@@ -28,7 +28,7 @@ mod verdict;
 
 use schemars::JsonSchema;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -333,7 +333,6 @@ impl Router {
             session,
             last_attempt: AtomicU64::new(0),
             samples: ServiceSamples::default(),
-            reports_prediction_outcomes: AtomicBool::new(false),
             lengths: OutputLengths::default(),
             texts: TextSums::default(),
             priced: PricedTotal::default(),

@@ -9,11 +9,10 @@ use serde_json::Value;
 use smart_default::SmartDefault;
 use state::budgets::Budget;
 use state::caches::CacheScope;
-use state::command::UserDefaults;
-use state::quotas::UserLimits;
+use state::command::{Rejection, UserDefaults};
 use state::users::WEIGHT_MILLI_DEFAULT;
 
-use super::admission::{misfit, read_settings};
+use super::admission::{UserLimitsForm, read_form};
 use super::form;
 use super::schema::{SettingError, schema_of};
 
@@ -34,8 +33,8 @@ pub struct UserDefaultsForm {
     /// alone.
     #[schemars(length(min = 1))]
     pub cache_group: Option<String>,
-    /// Limits of users without their own.
-    pub limits: UserLimits,
+    /// Limits of users without their own; the same as `[admission.user_limits]`.
+    pub limits: UserLimitsForm,
     /// Budget of users without their own.
     pub budget: Budget,
 }
@@ -59,7 +58,7 @@ impl UserDefaultsForm {
     /// # Errors
     /// Every fault, at least one.
     pub fn read(document: &Value) -> Result<Self, Vec<SettingError>> {
-        let read: Self = read_settings(&SCHEMA, document)?;
+        let read: Self = read_form(&SCHEMA, document)?;
         match read.misfit() {
             Some(fault) => Err(vec![fault]),
             None => Ok(read),
@@ -76,7 +75,17 @@ impl UserDefaultsForm {
                 expected: "none where cache is not \"isolated\"".to_owned(),
             });
         }
-        misfit(self, self.settings().validate())
+        let Err(Rejection::Invalid { field, expected }) = self.settings().validate() else {
+            return None;
+        };
+        let key = field.replace("window_ms", "window");
+        let values = serde_json::to_value(self).unwrap_or_default();
+        let found = values.pointer(&format!("/{}", key.replace('.', "/")));
+        Some(SettingError {
+            found: found.unwrap_or_default().to_string(),
+            key,
+            expected,
+        })
     }
 
     /// Returns the settings as the log has them.
@@ -84,7 +93,7 @@ impl UserDefaultsForm {
     pub fn settings(&self) -> UserDefaults {
         UserDefaults {
             weight_milli: self.weight_milli,
-            limits: self.limits,
+            limits: self.limits.limits(),
             budget: self.budget,
             cache: match (self.cache, &self.cache_group) {
                 (DefaultCache::Shared, _) => CacheScope::Shared,
@@ -106,7 +115,7 @@ impl From<&UserDefaults> for UserDefaultsForm {
             weight_milli: defaults.weight_milli,
             cache,
             cache_group,
-            limits: defaults.limits,
+            limits: UserLimitsForm::from(&defaults.limits),
             budget: defaults.budget,
         }
     }
@@ -115,6 +124,7 @@ impl From<&UserDefaults> for UserDefaultsForm {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+    use state::quotas::UserLimits;
 
     use super::*;
 

@@ -223,7 +223,6 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         Command::PutBackend(spec("b", 9, Some(1))),
         Command::DeleteBackend { name: name() },
         learnt(handles[0]),
-        Command::PaceTime,
     ]);
     commands.extend(discovered());
     commands.extend(user_commands(handles[0]));
@@ -272,7 +271,6 @@ fn user_commands(backend: BackendRef) -> [Command; 8] {
                 month: None,
             }),
             models: Some(vec!["m*".to_owned()]),
-            cache: Some(Some(CacheScope::Own)),
         })),
         learnt(backend),
         Command::SetCacheScope {

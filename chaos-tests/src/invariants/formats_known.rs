@@ -1,6 +1,6 @@
 //! In a cluster of several builds, each replica's build can read every committed entry, every
 //! snapshot that it restores and every message that it receives. For a replica that is down, the
-//! build that it ran last counts. Messages may be unreadable to a replica that was downgraded.
+//! build that it ran last counts.
 
 use state::codec::{decode_envelope, format_of};
 
@@ -40,26 +40,27 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
             return Err(super::violation(NUMBER, NAME, detail));
         }
     }
-    for (at_us, run, from) in &record.observation.unreadable {
-        if !record.observation.downgraded.contains(&run.replica) {
-            let detail = format!("{run} could not read a message of {} at {at_us} us", from.0);
-            return Err(super::violation(NUMBER, NAME, detail));
-        }
+    if let Some((at_us, run, from)) = record.observation.unreadable.first() {
+        let detail = format!("{run} could not read a message of {} at {at_us} us", from.0);
+        return Err(super::violation(NUMBER, NAME, detail));
     }
     Ok(subjects)
 }
 
 #[cfg(test)]
 mod tests {
+    use state::codec::FORMAT_VERSION;
     use state::command::{Command, Envelope, Lane, Origin};
-    use state::ids::{ApiKeyId, ReplicaId, SessionId};
+    use state::ids::{ReplicaId, SessionId};
+    use state::policy::PolicyConfig;
 
     use super::*;
     use crate::invariants::fixture::run;
 
-    /// Returns the record of a cluster that ended an API key, which takes format 6. Its oldest
-    /// build knows format `known`.
-    fn ended_key(known: u8) -> RunRecord {
+    /// Returns the record of a cluster that set the newest policy, which takes [`FORMAT_VERSION`].
+    /// Its oldest build knows format `known`.
+    fn newest_policy(known: u8) -> RunRecord {
+        let policy = PolicyConfig::defaults().pop().expect("there are policies");
         let envelope = Envelope {
             origin: Origin {
                 replica: ReplicaId(1),
@@ -68,39 +69,39 @@ mod tests {
                 seq: 2,
             },
             proposed_at_ms: 1,
-            command: Command::RevokeKey { id: ApiKeyId(1) },
+            command: Command::PutPolicy(policy),
         };
         let bytes = state::codec::encode_envelope(&envelope);
         let mut record = RunRecord::default();
         let observation = &mut record.observation;
-        observation.builds = [(ReplicaId(1), 10), (ReplicaId(2), known)].into();
+        observation.builds = [(ReplicaId(1), FORMAT_VERSION), (ReplicaId(2), known)].into();
         observation.applied(1, run(1, 1), 1, None, Some(0));
         observation.applied(2, run(1, 1), 2, Some(&bytes), Some(0));
         // Only the builds at the first application count.
-        observation.builds.insert(ReplicaId(1), 4);
+        observation.builds.insert(ReplicaId(1), 0);
         observation.applied(3, run(2, 1), 2, Some(&bytes), Some(0));
         record
     }
 
     #[test]
     fn an_unreadable_entry_is_detected() {
-        assert_eq!(check(&ended_key(6)), Ok(1));
-        let broken = check(&ended_key(5)).unwrap_err();
-        assert_eq!(broken.detail, "entry 2 is of format 6, a member knows 5");
+        assert_eq!(check(&newest_policy(FORMAT_VERSION)), Ok(1));
+        let broken = check(&newest_policy(1)).unwrap_err();
+        assert_eq!(broken.detail, "entry 2 is of format 2, a member knows 1");
         assert_eq!(check(&RunRecord::default()), Ok(0));
     }
 
     #[test]
     fn an_unreadable_snapshot_is_detected() {
-        let mut record = ended_key(6);
-        record.observation.snapshots = vec![(run(1, 1), 6, 6), (run(2, 1), 7, 6)];
+        let mut record = newest_policy(2);
+        record.observation.snapshots = vec![(run(1, 1), 2, 2), (run(2, 1), 3, 2)];
         let broken = check(&record).unwrap_err();
-        assert!(broken.detail.ends_with("version 7, it knows 6"), "{broken}");
+        assert!(broken.detail.ends_with("version 3, it knows 2"), "{broken}");
     }
 
     #[test]
-    fn an_unreadable_message_is_detected_unless_downgraded() {
-        let mut record = ended_key(6);
+    fn an_unreadable_message_is_detected() {
+        let mut record = newest_policy(2);
         let observation = &mut record.observation;
         observation.unreadable = vec![(5, run(2, 1), ReplicaId(1))];
         let broken = check(&record).unwrap_err();
@@ -108,7 +109,5 @@ mod tests {
             broken.detail.ends_with("a message of 1 at 5 us"),
             "{broken}"
         );
-        record.observation.downgraded.insert(ReplicaId(2));
-        assert_eq!(check(&record), Ok(1));
     }
 }

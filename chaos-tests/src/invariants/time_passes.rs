@@ -13,22 +13,23 @@ pub const NAME: &str = "replicated time passes as real time does";
 /// command, in milliseconds.
 const SLACK_MS: u64 = 5000;
 
-/// Compares the time of states with that of the first state whose time is paced. Skips runs in
-/// which too many clocks were wrong to determine the time.
+/// Compares the time of states with that of the first one with a command. Skips runs in which too
+/// many clocks were wrong to determine the time.
 ///
 /// # Errors
 /// If a state is ahead of real time, or a state at rest is behind.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let observation = &record.observation;
-    let paced = |(_, _, image): &&(u64, _, std::sync::Arc<_>)| is_paced(image);
-    let Some((began_us, _, first)) = observation.images.iter().find(paced) else {
+    let mut begun = observation.images.iter();
+    let mut begun = begun.by_ref().skip_while(|(_, _, image)| image.now_ms == 0);
+    let Some((began_us, _, first)) = begun.next() else {
         return Ok(0);
     };
     if observation.are_clocks_doubted {
         return Ok(0);
     }
     let mut subjects = 0;
-    for (at_us, run, image) in observation.images.iter().filter(paced) {
+    for (at_us, run, image) in begun {
         let real_ms = at_us.saturating_sub(*began_us) / 1000;
         let passed_ms = image.now_ms.saturating_sub(first.now_ms);
         let rests = observation.at_rest.values();
@@ -46,10 +47,6 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-fn is_paced(image: &crate::oracle::image::StateImage) -> bool {
-    image.is_time_paced
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -62,7 +59,7 @@ mod tests {
         are_clocks_doubted: bool,
     ) -> Result<Subjects, PropertyError> {
         let mut story = RecordBuilder::lively();
-        story.image(|image| image.is_time_paced = true);
+        story.image(|image| image.now_ms = 1000);
         story.rest();
         let observation = &mut story.record.observation;
         observation.are_clocks_doubted = are_clocks_doubted;

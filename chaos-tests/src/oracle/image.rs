@@ -24,8 +24,6 @@ pub struct StateImage {
     pub digest: u128,
     /// Replicated time, in milliseconds.
     pub now_ms: u64,
-    /// Whether replicated time is paced.
-    pub is_time_paced: bool,
     /// Backends by name.
     pub backends: BTreeMap<String, BackendImage>,
     /// Known users by key.
@@ -152,7 +150,6 @@ impl StateImage {
             index: state.applied().0,
             digest: state.digest(),
             now_ms: state.now_ms(),
-            is_time_paced: state.is_time_paced(),
             backends: backends.collect(),
             users: users.collect(),
             leases: leases.collect(),

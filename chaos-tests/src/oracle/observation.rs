@@ -64,8 +64,6 @@ pub struct Observation {
     pub snapshots: Vec<(ReplicaRun, u16, u8)>,
     /// Messages that a build could not read, each with its time, receiver and sender.
     pub unreadable: Vec<(u64, ReplicaRun, ReplicaId)>,
-    /// Replicas that were restarted with an earlier build, which their peers may notice late.
-    pub downgraded: BTreeSet<ReplicaId>,
     /// Observations of the backends' limits.
     pub limits: LimitWatch,
     /// Members at the end, after healing and without requests in flight; empty until then.

@@ -124,7 +124,6 @@ impl RegisterKey {
             | Command::ForgiveUser { .. }
             | Command::RotateKey { .. }
             | Command::SetCacheScope { .. }
-            | Command::PaceTime
             | Command::SetRanks { .. } => return Vec::new(),
         }]
     }

@@ -12,7 +12,7 @@ use api::engines::discovery::StatefulSetScale;
 use api::ports::BoxFuture;
 use lab::rng::Rng;
 use node::app::scaling::ScaleSource;
-use state::codec::FORMAT_VERSION;
+use state::codec::{FORMAT_VERSION, FORMAT_VERSION_FIRST};
 
 use super::faults::Fault;
 use super::plan::FleetKind;
@@ -21,8 +21,6 @@ use super::plan::FleetKind;
 const RNG_LABEL: u64 = 0x666c_6565;
 /// Mean number of faults per change of the fleet.
 const CHANGES: u64 = 3;
-/// Oldest format that a simulated build knows: that of the command that founds a cluster.
-const FORMAT_MIN: u8 = 4;
 /// The StatefulSet as the simulated API server reports it. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct SimStatefulSet(Arc<StatefulSetState>);
@@ -82,9 +80,9 @@ impl FleetDriver {
         }
         let mut formats = BTreeMap::new();
         if kind == FleetKind::Mixed {
-            let later = u64::from(FORMAT_VERSION - FORMAT_MIN);
+            let later = u64::from(FORMAT_VERSION - FORMAT_VERSION_FIRST);
             for id in 1..=voters {
-                formats.insert(id, FORMAT_MIN + rng.below(later) as u8);
+                formats.insert(id, FORMAT_VERSION_FIRST + rng.below(later) as u8);
             }
         }
         Self {

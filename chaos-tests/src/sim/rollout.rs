@@ -152,11 +152,7 @@ impl World {
         if self.plan.fleet == FleetKind::Mixed {
             let replica = state::ids::ReplicaId(id);
             self.ledger.with(|record| {
-                let observation = &mut record.observation;
-                let before = observation.builds.insert(replica, format);
-                if before.is_some_and(|before| before > format) {
-                    observation.downgraded.insert(replica);
-                }
+                record.observation.builds.insert(replica, format);
             });
         }
         format

@@ -18,14 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use api::base::clock::Clock;
-use api::ports::Cluster;
-use raft::Replica;
-use state::command::Command;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
-
-use super::intervals::every;
-use super::log_version;
 
 /// Time for which a peer's clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
@@ -37,8 +30,6 @@ const STRETCH: Duration = Duration::from_secs(1);
 const ASKING: Duration = Duration::from_secs(1);
 /// Skew above which a warning about a clock is logged, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;
-/// Interval of checks whether replicated time can be paced.
-const PACE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The clocks of all members, and the cluster's clock that is derived from them.
 #[derive(Debug)]
@@ -190,32 +181,6 @@ fn median(sorted: &[i64], before: i64) -> i64 {
 
 fn signed(unix_ms: u64) -> i64 {
     i64::try_from(unix_ms).unwrap_or(i64::MAX)
-}
-
-/// Turns on paced replicated time as soon as all members support it, then ends. Also ends at
-/// `stop`.
-pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: CancellationToken) {
-    let mut ticks = every(PACE_INTERVAL);
-    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-        let (mut is_paced, mut is_formed) = (false, false);
-        cluster.with_state(&mut |state| {
-            is_paced = state.is_time_paced();
-            is_formed = state.view().registry().initialised;
-        });
-        if is_paced {
-            return;
-        }
-        let status = replica.status();
-        let leads = status.leader == Some(status.id) && status.has_quorum && status.caught_up;
-        let can_be_read = || log_version::check(&Command::PaceTime, &|| status.clone());
-        if !leads || !is_formed || can_be_read().is_err() {
-            continue;
-        }
-        let submitted = cluster.submit(Command::PaceTime);
-        if let Some(Err(failure)) = stop.run_until_cancelled(submitted).await {
-            tracing::debug!(%failure, "could not start pacing replicated time yet");
-        }
-    }
 }
 
 #[cfg(test)]

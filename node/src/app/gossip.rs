@@ -1,15 +1,11 @@
 //! Messages between replicas outside the log: load, backlogs, shares, figures and digests.
 //!
 //! All parts travel in one message: a slow peer receives only the newest message, so separate ones
-//! could displace each other. Lengths are little-endian. Layout: a version byte; the digest claim
-//! (see [`Digests::message`]) after its length in one byte; from version 2 on, the backlog (see
-//! [`backlog::encode`]) after its length in two bytes; the load report (see
-//! [`LoadTable::local_report`]), from version 3 on after its length in four bytes; from version 3
-//! on, the shares (see [`share_reports`]), in version 4 after their length in four bytes; in
-//! version 4, the figures (see [`api::cluster::figures`]). A message has the lowest version that can hold
-//! its parts. Version 1, which every build reads, implies an empty backlog. Replicas send figures
-//! once all members have announced version 4 ([`log_version::all_know_messages`]), and shares once
-//! all know log format [`SHARES_SINCE_FORMAT`].
+//! could displace each other. Layout: a version byte, then the parts, each after its length
+//! (little-endian): the digest claim (see [`Digests::message`]; length in one byte), the backlog
+//! (see [`backlog::encode`]; two bytes), the load report (see [`LoadTable::local_report`]; four
+//! bytes) and the shares (see [`share_reports`]; four bytes). The figures (see [`api::cluster::figures`])
+//! follow without a length. A replica drops a message of a version that it does not know.
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 
@@ -28,17 +24,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::clocks::ClusterClocks;
 use super::intervals::every;
-use super::log_version::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
 use super::machine::ApplyObserver;
 
 /// Interval at which this replica checks its load and backlog for changes.
 const INTERVAL: Duration = Duration::from_millis(20);
 /// Interval while nothing runs or waits anywhere: the longest with which shares remain valid.
 const IDLE_INTERVAL: Duration = Duration::from_millis(state::shares::LOOK_MS_MAX);
-/// Version of a message without a backlog.
-const VERSION_IDLE: u8 = 1;
-/// Version of a message with a backlog.
-const VERSION_BACKLOGGED: u8 = 2;
+/// Version of the layout.
+const VERSION: u8 = 1;
 /// Maximum length of the backlog in a message, in bytes.
 const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
@@ -57,19 +50,13 @@ pub(super) struct GossipInbox {
     pub(super) figures: Arc<FigureBoard>,
     /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
-    /// Newest message version that is read: that of this build, except in simulations of several
-    /// builds.
-    pub(super) version_max: u8,
     /// Observer that is notified of unreadable messages, if there is one.
     pub(super) observer: Option<Arc<dyn ApplyObserver>>,
 }
 
 impl PeerHandler for GossipInbox {
     fn message(&self, from: u8, bytes: &[u8]) {
-        let is_known = bytes
-            .first()
-            .is_none_or(|version| *version <= self.version_max);
-        let Some(message) = GossipMessage::read(bytes).filter(|_| is_known) else {
+        let Some(message) = GossipMessage::read(bytes) else {
             tracing::warn!(peer = from, "could not decode a peer's message");
             if let Some(observer) = &self.observer {
                 observer.message_unreadable(from);
@@ -124,26 +111,14 @@ pub(super) struct GossipMessage<'a> {
 
 impl<'a> GossipMessage<'a> {
     pub(super) fn read(bytes: &'a [u8]) -> Option<Self> {
-        let [version, length, rest @ ..] = bytes else {
+        let [VERSION, length, rest @ ..] = bytes else {
             return None;
         };
         let (claim, rest) = rest.split_at_checked(usize::from(*length))?;
-        let (backlog, rest) = match *version {
-            VERSION_IDLE => (&[][..], rest),
-            VERSION_BACKLOGGED | VERSION_SHARES | VERSION_FIGURES => {
-                let (length, rest) = rest.split_first_chunk()?;
-                rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?
-            }
-            _ => return None,
-        };
-        let (load, rest) = match *version {
-            VERSION_SHARES | VERSION_FIGURES => split_long(rest)?,
-            _ => (rest, &[][..]),
-        };
-        let (shares, figures) = match *version {
-            VERSION_FIGURES => split_long(rest)?,
-            _ => (rest, &[][..]),
-        };
+        let (length, rest) = rest.split_first_chunk()?;
+        let (backlog, rest) = rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?;
+        let (load, rest) = split_long(rest)?;
+        let (shares, figures) = split_long(rest)?;
         Some(Self {
             claim,
             backlog,
@@ -154,42 +129,28 @@ impl<'a> GossipMessage<'a> {
     }
 
     pub(super) fn write(self) -> Bytes {
-        let length = |part: &[u8]| u8::try_from(part.len());
-        let claim_length = length(self.claim).expect("a digest claim has a fixed length below 256");
-        let lengths = 2 + 2 + 4 + 4;
-        let parts = self.claim.len() + self.backlog.len() + self.load.len() + self.shares.len();
-        let parts = parts + self.figures.len();
-        let mut bytes = Vec::with_capacity(lengths + parts);
-        let version = match (self.backlog.is_empty(), self.shares.is_empty()) {
-            _ if !self.figures.is_empty() => VERSION_FIGURES,
-            (true, true) => VERSION_IDLE,
-            (false, true) => VERSION_BACKLOGGED,
-            (_, false) => VERSION_SHARES,
-        };
-        bytes.extend([version, claim_length]);
-        bytes.extend(self.claim);
-        if version != VERSION_IDLE {
-            let backlog_length =
-                u16::try_from(self.backlog.len()).expect("a backlog is bounded, as asserted above");
-            bytes.extend(backlog_length.to_le_bytes());
-            bytes.extend(self.backlog);
-        }
-        let long_length = |part: &[u8]| {
+        let claim_length = u8::try_from(self.claim.len());
+        let claim_length = claim_length.expect("a digest claim has a fixed length below 256");
+        let backlog_length = u16::try_from(self.backlog.len());
+        let backlog_length = backlog_length.expect("a backlog is bounded, as asserted above");
+        let length = |part: &[u8]| {
             let length = u32::try_from(part.len());
             length
                 .expect("reports are bounded by the slots")
                 .to_le_bytes()
         };
-        if matches!(version, VERSION_SHARES | VERSION_FIGURES) {
-            bytes.extend(long_length(self.load));
-        }
-        bytes.extend(self.load);
-        if version == VERSION_FIGURES {
-            bytes.extend(long_length(self.shares));
-        }
-        bytes.extend(self.shares);
-        bytes.extend(self.figures);
-        Bytes::from(bytes)
+        let parts = [
+            &[VERSION, claim_length][..],
+            self.claim,
+            &backlog_length.to_le_bytes(),
+            self.backlog,
+            &length(self.load),
+            self.load,
+            &length(self.shares),
+            self.shares,
+            self.figures,
+        ];
+        Bytes::from(parts.concat())
     }
 }
 
@@ -229,9 +190,8 @@ pub(super) async fn run_broadcast(
         admission.pass_time();
         let now = Instant::now();
         let status = replica.status();
-        let sharers = log_version::all_know(&status, SHARES_SINCE_FORMAT).then(|| others(&status));
-        shares.turn(now, sharers.as_deref().unwrap_or_default());
-        let share_report = sharers.map_or_else(Vec::new, |_| shares.report());
+        shares.turn(now, &others(&status));
+        let share_report = shares.report();
         let backlog = admission.report();
         is_idle = backlog.is_empty() && load.is_idle(now);
         if is_idle {
@@ -244,10 +204,7 @@ pub(super) async fn run_broadcast(
             None => continue,
         };
         let claim = digests.message();
-        let figures = match log_version::all_know_messages(&status, VERSION_FIGURES) {
-            true => figures.report(),
-            false => Arc::default(),
-        };
+        let figures = figures.report();
         let message = GossipMessage {
             claim: claim.as_ref().map_or(&[][..], |claim| &claim[..]),
             backlog: &backlog,
@@ -292,32 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_a_backlog_has_version_1() {
-        let message = GossipMessage {
-            claim: b"cl",
-            backlog: b"",
-            load: b"load",
-            shares: b"",
-            figures: b"",
-        };
-        assert_eq!(&message.write()[..], b"\x01\x02clload");
-    }
-
-    #[test]
-    fn a_message_with_shares_has_version_3() {
-        let message = GossipMessage {
-            claim: b"cl",
-            backlog: b"b",
-            load: b"load",
-            shares: b"shares",
-            figures: b"",
-        };
-        let expected = b"\x03\x02cl\x01\x00b\x04\x00\x00\x00loadshares";
-        assert_eq!(&message.write()[..], expected);
-    }
-
-    #[test]
-    fn a_message_with_figures_has_version_4() {
+    fn gossip_messages_encode_to_golden_bytes() {
         let message = GossipMessage {
             claim: b"cl",
             backlog: b"b",
@@ -325,25 +257,20 @@ mod tests {
             shares: b"shares",
             figures: b"figures",
         };
-        let expected = b"\x04\x02cl\x01\x00b\x04\x00\x00\x00load\x06\x00\x00\x00sharesfigures";
+        let expected = b"\x01\x02cl\x01\x00b\x04\x00\x00\x00load\x06\x00\x00\x00sharesfigures";
         assert_eq!(&message.write()[..], expected);
     }
 
     #[test]
     fn malformed_gossip_messages_are_refused() {
-        for bytes in [
-            &b""[..],
-            b"\x01",
-            b"\x03\x00",
-            b"\x04\x00",
-            b"\x04\x00\x00\x00\x00\x00\x00\x00\x05\x00\x00\x00four",
-            b"\x05\x00",
-            b"\x03\x00\x00\x00\x05\x00\x00\x00load",
-            b"\x01\x05abc",
-            b"\x02\x00\x01",
-            b"\x02\x01c\x02\x00b",
-        ] {
-            assert_eq!(GossipMessage::read(bytes), None, "{bytes:?}");
+        let whole = b"\x01\x01c\x01\x00b\x04\x00\x00\x00load\x00\x00\x00\x00";
+        assert!(GossipMessage::read(whole).is_some());
+        for length in 0..whole.len() {
+            assert_eq!(GossipMessage::read(&whole[..length]), None, "{length}");
         }
+        let other_version = [&[2][..], &whole[1..]].concat();
+        assert_eq!(GossipMessage::read(&other_version), None);
+        let forged = b"\x01\x00\x00\x00\xff\xff\xff\xffload";
+        assert_eq!(GossipMessage::read(forged), None);
     }
 }

@@ -130,40 +130,35 @@ fn writes_are_audited() {
 #[test]
 fn policies_admission_and_users_can_be_set() {
     let operator = Operator::new();
-    operator.done("settings set policy prefix-cache imbalance_abs_count=8");
-    let policy = operator.done("settings get policy");
+    operator.done("policy set prefix-cache imbalance_abs_count=8");
+    let policy = operator.done("policy get");
     assert!(
         policy.starts_with("policy ") && policy.contains("prefix-cache"),
         "{policy}"
     );
     assert_eq!(
-        operator.json("settings get policy")["config"]["imbalance_abs_count"],
+        operator.json("policy get")["config"]["imbalance_abs_count"],
         8
     );
-    operator.done("settings set policy session --model m");
+    operator.done("policy set session --model m");
     assert_eq!(
-        operator.json("settings get policy --model m")["config"]["policy"],
+        operator.json("policy get --model m")["config"]["policy"],
         "session"
     );
-    operator.done("settings set policy --unset --model m");
-    assert_eq!(
-        operator.json("settings get policy --model m")["is_of_model"],
-        false
-    );
-    let refused = operator.refused("settings set policy nonsense");
+    operator.done("policy unset --model m");
+    assert_eq!(operator.json("policy get --model m")["is_of_model"], false);
+    let refused = operator.refused("policy set nonsense");
     assert!(
         refused.contains("nonsense") && refused.contains("least-request"),
         "{refused}"
     );
 
-    operator.done("admission set max_queue=77 max_wait=20s");
+    operator.done("admission set max_queue=77 user_limits.tokens=5000");
     let admission = operator.json("admission get")["config"].clone();
     assert_eq!(admission["max_queue"], 77);
-    assert_eq!(admission["max_wait"], "20s");
-    operator.done("admission set max_wait=null");
-    let admission = operator.json("admission get")["config"].clone();
-    assert_eq!(admission["max_queue"], 77);
-    assert_eq!(admission["max_wait"], "10s");
+    assert_eq!(admission["user_limits"]["tokens"], 5000);
+    operator.done("admission set user_limits.tokens=null");
+    assert_eq!(operator.json("admission get")["config"]["max_queue"], 77);
     operator.done("routing set prediction_off_permille=300");
 
     operator.done("user set ada --weight 1.5 --requests 5");
@@ -192,13 +187,10 @@ fn shown_settings_can_be_written_back() {
         ("backend show a", "backend set a"),
         ("user show anonymous", "user set anonymous"),
         ("user show ada", "user set ada"),
-        ("settings get policy", "settings set policy"),
-        (
-            "settings get policy --model m",
-            "settings set policy --model m",
-        ),
-        ("settings get routing", "settings set routing"),
-        ("settings get admission", "settings set admission"),
+        ("policy get", "policy set"),
+        ("policy get --model m", "policy set --model m"),
+        ("routing get", "routing set"),
+        ("admission get", "admission set"),
     ] {
         let before = operator.json(shown);
         operator.fed(written, &before);

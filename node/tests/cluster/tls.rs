@@ -142,9 +142,9 @@ async fn replica(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica
 fn anywhere() -> ListenConfig {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     ListenConfig {
-        data: any,
-        admin: any,
-        peer: any,
+        data: Parsed(any),
+        admin: Parsed(any),
+        peer: Parsed(any),
         picker: None,
         advertise: None,
     }

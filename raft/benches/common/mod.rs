@@ -26,7 +26,7 @@ pub struct Nothing;
 
 impl StateMachine for Nothing {
     fn check(&self) -> CheckCommand {
-        Arc::new(|_, _| Ok(()))
+        Arc::new(|_, _, _| Ok(()))
     }
 
     fn apply(&mut self, _index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {

@@ -341,9 +341,8 @@ impl ReplicaInner {
                 Err(error) => return Outcome::Unknown(error.to_string()),
             }
         }
-        let reported = Node::from(member);
-        self.add_here(id, &reported.address, Some(reported.store))
-            .await
+        let told = Node::from(member);
+        self.add_here(id, &told.address, Some(told.store)).await
     }
 
     /// Returns an error if the member `id` must not be replaced: it is heard, it responds with its
@@ -366,11 +365,11 @@ impl ReplicaInner {
     /// it again.
     async fn describe_here(&self, member: proto::Member) -> Outcome {
         let id = member.id;
-        let mut reported = Node::from(member);
+        let mut told = Node::from(member);
         let Some(known) = self.node(id) else {
             return Outcome::Refused(format!("replica {id} is not a member"));
         };
-        if known.store != reported.store {
+        if known.store != told.store {
             return Outcome::Refused(format!(
                 "replica {id} is a member with another store: a replica that lost its store joins \
                  under a new id (start it with another node.id and cluster.join, promote it, then \
@@ -378,18 +377,15 @@ impl ReplicaInner {
                  under its own with cluster.replace_lost"
             ));
         }
-        if let Err(why) = check_told(&reported.address, &reported.labels) {
+        if let Err(why) = check_told(&told.address, &told.labels) {
             return Outcome::Refused(why);
         }
-        reported.cluster = known.cluster;
-        if known == reported {
+        told.cluster = known.cluster;
+        if known == told {
             return self.changed(self.applied());
         }
-        self.write(
-            ChangeMembers::SetNodes(BTreeMap::from([(id, reported)])),
-            true,
-        )
-        .await
+        self.write(ChangeMembers::SetNodes(BTreeMap::from([(id, told)])), true)
+            .await
     }
 
     async fn promote_here(&self, promote: &proto::Promote) -> Outcome {

@@ -14,6 +14,7 @@ use super::{Replica, ReplicaInner};
 use crate::COMMAND_BYTES_MAX;
 use crate::determinism::watch;
 use crate::error::{Committed, ProposeError};
+use crate::machine::CommandSource;
 use crate::net::{CallError, LinkLane};
 use crate::options::Formation;
 use crate::planted::{self, Bug};
@@ -63,7 +64,7 @@ impl ReplicaInner {
                 bytes: command.len(),
             });
         }
-        self.check_command(&command)
+        self.check_command(&command, CommandSource::Own)
             .map_err(ProposeError::Refused)?;
         let end = Instant::now() + limit;
         let mut status = self.status.subscribe();
@@ -93,8 +94,12 @@ impl ReplicaInner {
     }
 
     /// Checks that every member can apply a command. Returns the reason if not.
-    pub(crate) fn check_command(&self, command: &[u8]) -> Result<(), String> {
-        (self.check)(command, &|| self.status.borrow().clone())
+    pub(crate) fn check_command(
+        &self,
+        command: &[u8],
+        source: CommandSource,
+    ) -> Result<(), String> {
+        (self.check)(command, source, &|| self.status.borrow().clone())
     }
 
     /// Proposes a command on this replica, if it leads. The command must have been checked.

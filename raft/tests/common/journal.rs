@@ -33,7 +33,7 @@ impl Journal {
 
 impl StateMachine for Journal {
     fn check(&self) -> CheckCommand {
-        Arc::new(|command, _| match command {
+        Arc::new(|command, _, _| match command {
             b"garbage" => Err("garbage is no command".to_owned()),
             _ => Ok(()),
         })

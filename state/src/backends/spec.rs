@@ -133,15 +133,6 @@ impl BackendSpec {
     }
 }
 
-impl BackendSpec {
-    /// Whether the URL has a path prefix or asks for TLS, which earlier builds refuse.
-    #[must_use]
-    pub(crate) fn has_newer_url(&self) -> bool {
-        let rest = self.url.strip_prefix("http://");
-        rest.map_or(self.url.starts_with("https://"), |rest| rest.contains('/'))
-    }
-}
-
 // The encoding predates roles: the bytes of a backend for whole requests are unchanged, and any
 // other role is written as a label.
 impl Encode for BackendSpec {

@@ -150,7 +150,7 @@ impl RouterState {
     }
 
     pub(super) fn note(&mut self, origin: &Origin, action: AuditAction, subject: String) {
-        let (index, at_ms, replica) = (self.applied, self.time.calendar_ms(), origin.replica);
+        let (index, at_ms, replica) = (self.applied, self.stamped_ms, origin.replica);
         self.audit.push(AuditEntry {
             index,
             at_ms,

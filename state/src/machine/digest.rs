@@ -13,7 +13,6 @@ impl RouterState {
         let [users, users_rest] = self.users.digest();
         let sessions = xxh3_128(&encoding::to_bytes(&self.sessions));
         let parts = [
-            u128::from(self.time.now_ms),
             self.cold_digest,
             self.ownership.digest(),
             self.leases.digest(),
@@ -33,7 +32,7 @@ impl RouterState {
     fn append_hot_digest(&self, bytes: &mut Vec<u8>) {
         let learned = (&self.service, &self.assumed, &self.beliefs, &self.ratios);
         encoding::append_bytes(&learned, bytes);
-        encoding::append_bytes(&(self.users.last_left(), &self.time.paced), bytes);
+        encoding::append_bytes(&(self.users.last_left(), &self.time), bytes);
         self.outputs.append_digest(bytes);
         self.exact.append_digest(bytes);
         self.keys.append_digest(bytes);

@@ -13,7 +13,7 @@ impl RouterState {
         spec: ApiKeySpec,
     ) -> Result<(), Rejection> {
         let id = spec.id;
-        self.keys.create(spec, self.time.stamped_ms)?;
+        self.keys.create(spec, self.stamped_ms)?;
         self.note(origin, AuditAction::CreateKey, id.to_string());
         Ok(())
     }
@@ -21,7 +21,7 @@ impl RouterState {
     /// Revokes a key so that no restore brings it back.
     pub(super) fn revoke_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
         let subject = self.key_subject(id);
-        self.keys.revoke(id, self.time.stamped_ms)?;
+        self.keys.revoke(id, self.stamped_ms)?;
         self.note(origin, AuditAction::RevokeKey, subject);
         Ok(())
     }
@@ -32,7 +32,7 @@ impl RouterState {
         id: ApiKeyId,
         (secret, grace_ms): (SecretHash, u64),
     ) -> Result<(), Rejection> {
-        let calendar_ms = self.time.stamped_ms;
+        let calendar_ms = self.stamped_ms;
         self.keys.rotate(id, secret, grace_ms, calendar_ms)?;
         self.note(origin, AuditAction::RotateKey, id.to_string());
         Ok(())

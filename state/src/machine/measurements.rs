@@ -7,8 +7,9 @@ use crate::ids::{ModelKey, Slot, UserKey};
 use crate::ratios::TextSample;
 use crate::service::{
     self, Accuracy, AdaptiveLimit, BackendServiceView, BeliefSample, CapacityObservation,
-    CapacitySource, LimitFigures, LimitSettings, ServiceSample, ServiceView,
+    CapacitySource, LimitFigures, ServiceSample, ServiceView,
 };
+use crate::settings::AdmissionSettings;
 
 impl RouterState {
     pub(super) fn observe_service(&mut self, sample: &ServiceSample) -> bool {
@@ -30,7 +31,7 @@ impl RouterState {
         if capacity != capacity_before {
             self.ownership.set_capacity(slot, capacity);
         }
-        let settings = LimitSettings::from(&*self.admission_settings());
+        let settings = self.admission_settings().into_owned();
         let told = self.uncorrected_capacity_blocks(slot);
         let limit = &mut self.service.figures_mut(slot).limit;
         limit.observe(sample, &settings, told);
@@ -73,12 +74,11 @@ impl RouterState {
     }
 
     /// Whether the capacity of the backend in `slot` is learned from its responses: neither the
-    /// operator nor the engine states it, and no KV events report the contents. Always `false`
-    /// before format version 4.
+    /// operator nor the engine states it, and no KV events report the contents.
     fn learns_assumed(&self, slot: Slot) -> bool {
         let backend = self.backends.in_slot(slot);
         let is_taught = |it: &Backend| it.has_unknown_capacity() && it.spec.kv_events.is_none();
-        self.time.paced.is_some() && backend.is_some_and(is_taught)
+        backend.is_some_and(is_taught)
     }
 
     /// Returns the inputs for correcting the capacity that the engine in `slot` reports. Its
@@ -98,16 +98,15 @@ impl RouterState {
     }
 
     /// Returns the cache capacity of the backend in `slot`, in blocks: the operator's value, else
-    /// the engine's as corrected by its responses, else an assumed one. Before format version 4, an
-    /// unknown capacity is unbounded (`None`).
+    /// the engine's as corrected by its responses, else an assumed one. `None` if there is no
+    /// backend.
     pub(super) fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
         let backend = self.backends.in_slot(slot)?;
         if backend.spec.capacity_blocks.is_some() {
             return backend.spec.capacity_blocks;
         }
         let Some(told) = backend.facts.capacity_blocks else {
-            let is_assumed = self.time.paced.is_some();
-            return is_assumed.then(|| self.assumed.blocks(slot, self.initial_capacity_share()));
+            return Some(self.assumed.blocks(slot, self.initial_capacity_share()));
         };
         let (figures, belief) = (self.service.figures(slot), self.beliefs.permille(slot));
         let corrected = match figures {
@@ -134,9 +133,6 @@ impl RouterState {
 
     /// Updates all unknown capacities, after the number of backends with one changed.
     pub(super) fn resize_unknown_capacities(&mut self) {
-        if self.time.paced.is_none() {
-            return;
-        }
         let share = self.initial_capacity_share();
         for backend in self.backends.iter().filter(|it| it.has_unknown_capacity()) {
             let slot = backend.handle.slot;
@@ -147,7 +143,7 @@ impl RouterState {
     }
 
     /// Returns the request limit of the backend in `slot`, and the figures that lead to it.
-    fn limits(&self, slot: Slot, settings: &LimitSettings) -> LimitFigures {
+    fn limits(&self, slot: Slot, settings: &AdmissionSettings) -> LimitFigures {
         let capacity = self.uncorrected_capacity_blocks(slot);
         match self.service.figures(slot) {
             Some(figures) => figures.limit.figures(settings, capacity),
@@ -157,7 +153,7 @@ impl RouterState {
 
     /// Returns the service figures to publish.
     pub(super) fn service_view(&self) -> ServiceView {
-        let settings = LimitSettings::from(&*self.admission_settings());
+        let settings = self.admission_settings();
         ServiceView::of(self.backends.iter().map(|backend| {
             let slot = backend.handle.slot;
             let figures = self.service.figures(slot);

@@ -57,12 +57,14 @@ use sessions::{Dedup, Sessions};
 use settings::OperatorSettings;
 pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
-pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
+pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, UNANIMOUS_MS};
 
 /// The replicated state, as one replica holds it.
 pub struct RouterState {
     applied: LogIndex,
     time: ReplicatedTime,
+    /// Stamp of the command being applied, in Unix milliseconds. It is not part of the state.
+    stamped_ms: u64,
     config: ClusterConfig,
     /// Secret under which blocks are hashed; `None` if the cluster was founded before the secret
     /// existed.
@@ -161,6 +163,7 @@ impl RouterState {
         let mut state = Self {
             applied: LogIndex(0),
             time: ReplicatedTime::default(),
+            stamped_ms: 0,
             config,
             hash_secret: None,
             backends,
@@ -204,6 +207,7 @@ impl RouterState {
         let reply = match self.admit(&origin, envelope.proposed_at_ms) {
             Some(answer) => answer,
             None => {
+                self.stamped_ms = envelope.proposed_at_ms;
                 self.time.advance(envelope.proposed_at_ms);
                 self.forget_idle_restore();
                 let reply = self.run(&origin, envelope.command);
@@ -229,7 +233,7 @@ impl RouterState {
         self.publish_evictions();
         self.publish_for_policies();
         self.publish_for_admission(is_cold_changed);
-        self.publish_time();
+        self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(index);
         reply
     }
@@ -325,30 +329,9 @@ impl RouterState {
                 self.finish_restore(origin, restore, bytes)
             }
             Command::AbortRestore { restore } => self.abort_restore(restore),
-            Command::PaceTime => self.pace_time(),
             Command::SetRanks { backend, ranks } => self.set_ranks(backend, ranks),
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
-    }
-
-    fn pace_time(&mut self) -> Result<(), Rejection> {
-        self.time.enable_pacing();
-        self.follow_format();
-        self.resize_unknown_capacities();
-        Ok(())
-    }
-
-    /// Adapts the parts that depend on the format version of the log. Paced time implies that all
-    /// members know version 4.
-    fn follow_format(&mut self) {
-        self.users
-            .set_never_charged_first(self.time.paced.is_some());
-    }
-
-    /// Publishes the replicated time, and whether all members know version 4 of the log format.
-    fn publish_time(&self) {
-        self.view.publish_time(self.time.now_ms);
-        self.view.publish_format_4(self.time.paced.is_some());
     }
 
     /// Closes everything that a replica has open, when its session ends.

@@ -42,8 +42,6 @@ pub struct StateView {
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
     ratios: ArcSwap<RatiosView>,
-    /// Whether all members can read version 4 of the log format.
-    is_format_4: AtomicBool,
     /// All users; `None` until a reader wants them.
     users: ArcSwapOption<UsersView>,
     wants_users: AtomicBool,
@@ -64,7 +62,6 @@ impl StateView {
             service: ArcSwap::default(),
             outputs: ArcSwap::default(),
             ratios: ArcSwap::default(),
-            is_format_4: AtomicBool::new(false),
             users: ArcSwapOption::empty(),
             wants_users: AtomicBool::new(false),
             keys: ArcSwap::default(),
@@ -110,13 +107,6 @@ impl StateView {
     #[must_use]
     pub fn ratios(&self) -> Guard<Arc<RatiosView>> {
         self.ratios.load()
-    }
-
-    /// Whether all members can read what version 4 of the log format introduced. Until then, a
-    /// replica withholds such items, because a single one would block all items behind it.
-    #[must_use]
-    pub fn is_format_4(&self) -> bool {
-        self.is_format_4.load(Ordering::Relaxed)
     }
 
     /// Returns the applied index. The caller then sees every published change up to that index.
@@ -241,10 +231,6 @@ impl StateView {
 
     pub(super) fn publish_ratios(&self, ratios: RatiosView) {
         self.ratios.store(Arc::new(ratios));
-    }
-
-    pub(super) fn publish_format_4(&self, is_known: bool) {
-        self.is_format_4.store(is_known, Ordering::Relaxed);
     }
 
     pub(super) fn publish_caches(&self, caches: CacheScopesView) {

@@ -61,13 +61,6 @@ impl RouterState {
         self.time.ahead_of_calendar_ms()
     }
 
-    /// Whether replicated time is paced, see
-    /// [`Command::PaceTime`](crate::command::Command::PaceTime).
-    #[must_use]
-    pub fn is_time_paced(&self) -> bool {
-        self.time.paced.is_some()
-    }
-
     /// Returns the stamp for a command of `session` of `replica` while the replica's clock shows
     /// `clock_ms`. If the clock was set back, its time could make a session's first command look
     /// like a late one of an earlier session. In that case, returns the smallest stamp that does

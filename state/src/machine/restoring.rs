@@ -39,7 +39,6 @@ use std::sync::Arc;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::time::ReplicatedTime;
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::bounds::{NAME_BYTES_MAX, RESTORE_BYTES_MAX, RESTORE_PART_BYTES};
 use crate::command::{Command, Origin};
@@ -384,12 +383,8 @@ impl RouterState {
         let handle = |slot| backends.in_slot(slot).map(|backend| backend.handle);
         fresh.exact.rename(handle);
         fresh.readers = Readers::default();
-        let now_ms = fresh.time.now_ms.max(self.time.now_ms);
-        fresh.time = ReplicatedTime {
-            now_ms,
-            ..self.time
-        };
-        fresh.follow_format();
+        fresh.time = self.time.at_least(fresh.time.now_ms);
+        fresh.stamped_ms = self.stamped_ms;
         fresh.applied = self.applied;
         // Readers on other threads keep their handles to the view.
         let shown = std::mem::take(&mut self.ownership);

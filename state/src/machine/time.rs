@@ -18,15 +18,10 @@
 //! [`DOUBTED_MS_MAX`] of a step back, time therefore advances only by how far the stamp exceeds the
 //! former calendar, less what was counted since the step.
 //!
-//! Until the cluster turns pacing on ([`Command::PaceTime`](crate::command::Command::PaceTime)),
-//! time is the latest stamp, advanced by at most [`TIME_STEP_MS_MAX`] per command, as in builds
-//! before format 4. One fast clock then carries the time ahead, and it stands still until the
-//! others catch up.
+//! The first command sets both.
 
 use bincode::{Decode, Encode};
 
-/// Maximum advance of replicated time by one command while it is not paced, in milliseconds.
-pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
 /// Maximum time by which a stamp may precede the last one and count as merely late or from a slow
 /// clock, in milliseconds. Time then stands still until the stamps catch up.
 pub const STAMP_LATE_MS_MAX: u64 = 1000;
@@ -47,20 +42,11 @@ const DOUBTED_MS_MAX: u64 = 60 * 1000;
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
 /// Replicated time; see the module documentation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct ReplicatedTime {
     /// Current time, in milliseconds. It starts as Unix time and never falls.
     pub(super) now_ms: u64,
-    /// State of paced time; `None` until the cluster turns pacing on.
-    pub(super) paced: Option<PacedTime>,
-    /// Stamp of the command being applied, in milliseconds. It is not part of the state.
-    pub(super) stamped_ms: u64,
-}
-
-/// State of paced time, which judges the stamps of commands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-pub(super) struct PacedTime {
-    /// Latest stamp that was believed, in milliseconds.
+    /// Calendar: the latest stamp that was believed, in milliseconds.
     stamp_ms: u64,
     /// Latest stamps that agree with one another but not with `stamp_ms`, if any.
     divergent: Option<DivergentStamps>,
@@ -86,46 +72,27 @@ struct DivergentStamps {
 impl ReplicatedTime {
     /// Advances the time to that of a command with the stamp `stamped_ms`.
     pub(super) fn advance(&mut self, stamped_ms: u64) {
-        self.stamped_ms = stamped_ms;
-        self.now_ms = match &mut self.paced {
-            Some(paced) => self.now_ms.saturating_add(paced.advance(stamped_ms)),
-            // The first command sets the time.
-            None if self.now_ms == 0 => stamped_ms,
-            None => {
-                let latest = self.now_ms.saturating_add(TIME_STEP_MS_MAX);
-                self.now_ms.max(stamped_ms.min(latest))
-            }
-        };
-    }
-
-    /// Turns pacing on from the next command on.
-    pub(super) fn enable_pacing(&mut self) {
-        let stamp_ms = self.now_ms;
-        self.paced.get_or_insert(PacedTime {
-            stamp_ms,
-            divergent: None,
-            set_back: None,
-        });
-    }
-
-    /// Returns the time of the current command for display, in Unix milliseconds.
-    pub(super) fn calendar_ms(&self) -> u64 {
-        match self.paced {
-            Some(_) => self.stamped_ms,
-            None => self.now_ms,
+        if *self == Self::default() {
+            (self.now_ms, self.stamp_ms) = (stamped_ms, stamped_ms);
+        } else {
+            let passed_ms = self.follow(stamped_ms);
+            self.now_ms = self.now_ms.saturating_add(passed_ms);
         }
+    }
+
+    /// Returns this time, or `now_ms` with the same calendar if that is later.
+    pub(super) fn at_least(self, now_ms: u64) -> Self {
+        let now_ms = self.now_ms.max(now_ms);
+        Self { now_ms, ..self }
     }
 
     /// Returns how far replicated time is ahead of the calendar, in milliseconds.
     pub(super) fn ahead_of_calendar_ms(&self) -> u64 {
-        self.paced
-            .map_or(0, |paced| self.now_ms.saturating_sub(paced.stamp_ms))
+        self.now_ms.saturating_sub(self.stamp_ms)
     }
-}
 
-impl PacedTime {
     /// Takes the stamp of a command and returns how much time has passed, in milliseconds.
-    fn advance(&mut self, stamped_ms: u64) -> u64 {
+    fn follow(&mut self, stamped_ms: u64) -> u64 {
         if is_near(stamped_ms, self.stamp_ms) {
             self.divergent = None;
             return self.go_on(stamped_ms);
@@ -204,10 +171,9 @@ mod tests {
     const DAY: u64 = 24 * 60 * 60 * 1000;
     const START: u64 = 20_000 * DAY;
 
-    fn paced() -> ReplicatedTime {
+    fn begun() -> ReplicatedTime {
         let mut time = ReplicatedTime::default();
         time.advance(START);
-        time.enable_pacing();
         time
     }
 
@@ -224,7 +190,7 @@ mod tests {
 
     #[test]
     fn time_advances_by_increasing_stamps() {
-        let mut time = paced();
+        let mut time = begun();
         let passed = passes(&mut time, &[20, 40, 30, 40, 1040, 61_040, 60_100]);
         assert_eq!(passed, [20, 20, 0, 0, 1000, 60_000, 0]);
         assert_eq!(
@@ -235,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_single_wrong_clock_is_ignored() {
-        let mut time = paced();
+        let mut time = begun();
         let day = DAY as i64;
         for error in [day, -day, 2 * 60 * 60 * 1000] {
             let base = i64::try_from(time.now_ms - START).unwrap();
@@ -251,17 +217,17 @@ mod tests {
 
     #[test]
     fn time_continues_when_the_calendar_is_set_back() {
-        let mut time = paced();
+        let mut time = begun();
         let back = -(DAY as i64);
         let stamps = [back, back + 500, back + 1000, back + 1500, back + 2000];
         assert_eq!(passes(&mut time, &stamps), [0, 0, 1000, 500, 500]);
         assert_eq!(time.ahead_of_calendar_ms(), DAY);
-        assert_eq!(time.calendar_ms(), START - DAY + 2000);
+        assert_eq!(time.stamp_ms, START - DAY + 2000);
     }
 
     #[test]
     fn late_stamps_are_hardly_counted_twice() {
-        let mut time = paced();
+        let mut time = begun();
         // From a replica that was cut off for a minute: its outbox, and an operator's command.
         let late = passes(&mut time, &[-60_000, -3000, 1000, 2500]);
         assert_eq!(late, [0, 2000, 0, 1500]);
@@ -277,7 +243,7 @@ mod tests {
     #[test]
     fn two_bursts_of_late_stamps_count_as_one() {
         for second in [[-62_000, -60_500], [-60_100, -59_050]] {
-            let mut time = paced();
+            let mut time = begun();
             assert_eq!(passes(&mut time, &[-60_000, -58_000]), [0, 2000]);
             passes(&mut time, &second);
             passes(&mut time, &[1000, 2000, 6000]);
@@ -288,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_calendar_set_back_is_accepted_after_a_minute() {
-        let mut time = paced();
+        let mut time = begun();
         let back = -(DAY as i64);
         for at in (0..=62_000).step_by(500) {
             passes(&mut time, &[back + at]);
@@ -299,7 +265,7 @@ mod tests {
 
     #[test]
     fn idle_seconds_count_after_the_calendar_is_set_back() {
-        let mut time = paced();
+        let mut time = begun();
         let back = -(DAY as i64);
         let stamps = [back, back + 900, back + 4400, back + 4500];
         assert_eq!(passes(&mut time, &stamps), [0, 0, 2000, 100]);
@@ -307,7 +273,7 @@ mod tests {
 
     #[test]
     fn a_calendar_set_back_and_forth_does_not_leap() {
-        let mut time = paced();
+        let mut time = begun();
         let back = -(DAY as i64);
         passes(&mut time, &[back, back + 1000, back + 10_000]);
         assert_eq!(time.now_ms, START + 10_000);
@@ -320,7 +286,7 @@ mod tests {
 
     #[test]
     fn time_waits_for_stamps_slightly_in_the_past() {
-        let mut time = paced();
+        let mut time = begun();
         assert_eq!(passes(&mut time, &[-900, -500, 0, 100]), [0, 0, 0, 100]);
         // Set back further, but caught up before it is believed.
         let stamps = [-1500, -1000, -500, 0, 150];
@@ -329,7 +295,7 @@ mod tests {
 
     #[test]
     fn a_long_gap_is_accepted_with_the_second_command() {
-        let mut time = paced();
+        let mut time = begun();
         let night = 8 * 60 * 60 * 1000;
         let stamps = [night, night + 999, night + 1000, night + 1001];
         let passed = passes(&mut time, &stamps);
@@ -338,7 +304,7 @@ mod tests {
 
     #[test]
     fn time_lags_sparse_commands_by_one() {
-        let mut time = paced();
+        let mut time = begun();
         let step = 5 * 60 * 1000;
         let passed = passes(&mut time, &[step, 2 * step, 3 * step, 4 * step]);
         assert_eq!(passed, [0, step as u64, step as u64, step as u64]);
@@ -347,7 +313,7 @@ mod tests {
 
     #[test]
     fn extreme_stamps_do_not_stop_time() {
-        let mut time = paced();
+        let mut time = begun();
         for stamp in [u64::MAX, u64::MAX, 0, 0, 1000, u64::MAX, 5, 1005] {
             time.advance(stamp);
         }
@@ -355,18 +321,5 @@ mod tests {
         let before = time.now_ms;
         time.advance(2005);
         assert_eq!(time.now_ms - before, 1000);
-    }
-
-    #[test]
-    fn time_ahead_of_the_calendar_continues_once_paced() {
-        let mut time = ReplicatedTime::default();
-        time.advance(START);
-        for hours in 1..13 {
-            time.advance(START + DAY);
-            assert_eq!(time.now_ms, START + hours * TIME_STEP_MS_MAX);
-        }
-        time.enable_pacing();
-        let passed = passes(&mut time, &[0, 500, 1000, 1020]);
-        assert_eq!(passed, [0, 0, 1000, 20]);
     }
 }

@@ -64,7 +64,6 @@ impl RouterState {
             limits,
             budget,
             models,
-            cache,
         } = changes;
         let key = user_key(self.config.hash_seed, &name);
         if !self.users.plan(key, &name, (budget, models)) {
@@ -82,12 +81,6 @@ impl RouterState {
             if !self.users.limit(key, &name, limits) {
                 return Err(Rejection::TooManyUsers);
             }
-        }
-        if let Some(scope) = cache {
-            if scope.is_some() && !self.users.keep(key, &name) {
-                return Err(Rejection::TooManyUsers);
-            }
-            self.caches.set(key, scope);
         }
         self.note(origin, AuditAction::ConfigureUser, name);
         Ok(())
@@ -139,7 +132,7 @@ impl RouterState {
                 charge: admission.map(|it| it.charge).unwrap_or_default(),
             },
             limits: admission.map(|it| it.user_limits).unwrap_or_default(),
-            calendar_ms: self.time.stamped_ms,
+            calendar_ms: self.stamped_ms,
         }
     }
 }

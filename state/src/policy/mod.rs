@@ -43,6 +43,7 @@ use crate::validate::{at_most, ensure, is_name};
 pub use chwbl::ChwblSettings;
 pub use cost::CostSettings;
 pub use epp::EppSettings;
+pub use least_kv::LeastKvSettings;
 pub use lmetric::LmetricSettings;
 pub use pair::{
     BackendPair, Disaggregate, Handover, PairSettings, PairSides, WholeReason, choose_pair,
@@ -187,8 +188,7 @@ policies! {
     #[serde(deserialize_with = "no_settings")]
     Random, "random", &random::Random;
     /// Least KV cache usage.
-    #[serde(deserialize_with = "no_settings")]
-    LeastKv, "least-kv", &least_kv::LeastKv;
+    LeastKv(least_kv: LeastKvSettings), "least-kv", least_kv;
     /// AIBrix: each user's recent tokens select a position among the backends, combined with
     /// utilisation.
     VtcBasic(vtc_basic: VtcBasicSettings), "vtc-basic", vtc_basic;

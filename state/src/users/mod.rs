@@ -20,10 +20,10 @@
 //!
 //! # Bounds
 //! At most `USERS_MAX` users are kept. A user can be forgotten if it has no requests in flight or
-//! waiting, and no weight, limits, budget, models or cache scope of its own. From log format 4 on,
-//! users who were never charged go first. Then the lowest counter goes. At or below the counter to
-//! which arriving users are lifted, this costs no fairness, because the user would be lifted to it
-//! anyway; above it, the lowest counter forgives least.
+//! waiting, and no weight, limits, budget, models or cache scope of its own. Users who were never
+//! charged go first. Then the lowest counter goes. At or below the counter to which arriving users
+//! are lifted, this costs no fairness, because the user would be lifted to it anyway; above it, the
+//! lowest counter forgives least.
 
 mod admission_account;
 mod defaults;

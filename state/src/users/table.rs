@@ -113,16 +113,6 @@ impl Users {
         }
     }
 
-    /// Sets whether users that were never charged are forgotten first.
-    pub(crate) fn set_never_charged_first(&mut self, spares: bool) {
-        self.forgettable.set_never_charged_first(spares);
-    }
-
-    /// Whether users that were never charged are forgotten first.
-    pub(crate) fn spares_charged(&self) -> bool {
-        self.forgettable.spares_charged()
-    }
-
     /// Sets the length of the usage windows.
     pub(crate) fn set_window_ms(&mut self, window_ms: u64) {
         self.bucket_ms = (window_ms / WINDOW_BUCKETS as u64).max(1);
@@ -308,7 +298,7 @@ impl Users {
             return Some(false);
         }
         if let Some(rank) = ForgettingRank::of(user) {
-            self.forgettable.remove(key, rank);
+            self.forgettable.remove(&(rank, key));
         }
         self.drop_user(key);
         self.is_changed = true;
@@ -420,7 +410,7 @@ impl Users {
             self.backlogged.remove(&(counter_before, key));
         }
         if let Some(rank) = rank_before {
-            self.forgettable.remove(key, rank);
+            self.forgettable.remove(&(rank, key));
         }
         if !user.is_idle() {
             self.backlogged.insert((counter, key));
@@ -436,7 +426,7 @@ impl Users {
             self.last_left = Some(counter);
         }
         if let Some(rank) = ForgettingRank::of(user) {
-            self.forgettable.insert(key, rank);
+            self.forgettable.insert((rank, key));
         }
         true
     }
@@ -451,7 +441,7 @@ impl Users {
     }
 
     fn forget_one(&mut self) -> bool {
-        let Some(key) = self.forgettable.pop() else {
+        let Some((_, key)) = self.forgettable.pop_first() else {
             return false;
         };
         self.drop_user(key);
@@ -482,7 +472,7 @@ impl Users {
             self.waiting.insert((user.counter(), key));
         }
         if let Some(rank) = ForgettingRank::of(user) {
-            self.forgettable.insert(key, rank);
+            self.forgettable.insert((rank, key));
         }
     }
 
@@ -554,7 +544,7 @@ impl Users {
         }
         let is_ordered = rebuilt.backlogged == self.backlogged
             && rebuilt.waiting == self.waiting
-            && rebuilt.forgettable.is_as(&self.forgettable)
+            && rebuilt.forgettable == self.forgettable
             && rebuilt.planned == self.planned;
         if !is_ordered {
             return broken("I7", "the orders of users differ from the users".to_owned());

@@ -269,22 +269,16 @@ fn a_full_user_table_forgets_the_least_counter_of_idle_users() {
 
 #[test]
 fn users_without_charges_do_not_displace_users_who_paid() {
-    let survivors = |spares: bool| {
-        let mut users = Users::with_max(3);
-        users.set_never_charged_first(spares);
-        settle(&mut users, &charge(1, 9, 0, 1, 1));
-        settle(&mut users, &charge(2, 500, 0, 1, 0));
-        // They waited, so their counters are lifted above the first user's, and left without a
-        // charge.
-        for made_up in 3..40 {
-            settle(&mut users, &waits(made_up, 1, 0));
-            settle(&mut users, &waits(made_up, 0, 1));
-        }
-        let keys: Vec<u64> = users.map.iter().map(|(key, _)| key.0).collect();
-        keys
-    };
-    assert_eq!(survivors(false), [2, 38, 39], "who paid 9 tokens is gone");
-    assert_eq!(survivors(true), [1, 2, 39]);
+    let mut users = Users::with_max(3);
+    settle(&mut users, &charge(1, 9, 0, 1, 1));
+    settle(&mut users, &charge(2, 500, 0, 1, 0));
+    // They waited, so their counters are lifted above the first user's, and left without a charge.
+    for made_up in 3..40 {
+        settle(&mut users, &waits(made_up, 1, 0));
+        settle(&mut users, &waits(made_up, 0, 1));
+    }
+    let keys: Vec<u64> = users.map.iter().map(|(key, _)| key.0).collect();
+    assert_eq!(keys, [1, 2, 39]);
 }
 
 fn waits(user: u64, queued: u32, dequeued: u32) -> Charge {
@@ -365,13 +359,13 @@ const FEW: usize = 4;
 
 /// Returns the user that a full table forgets, by scanning all users and what they paid; `None` if
 /// all must be kept.
-fn least(users: &Users, paid: &BTreeMap<UserKey, u64>, spares: bool) -> Option<UserKey> {
+fn least(users: &Users, paid: &BTreeMap<UserKey, u64>) -> Option<UserKey> {
     let all = paid
         .iter()
         .map(|(key, paid)| (users.get(*key, 1, &NO_LIMITS).unwrap(), *paid));
     let idle =
         all.filter(|(user, _)| (user.in_flight, user.waiting) == (0, 0) && !user.is_configured);
-    idle.min_by_key(|(user, paid)| (spares && *paid > 0, user.counter_milli_tokens, user.key))
+    idle.min_by_key(|(user, paid)| (*paid > 0, user.counter_milli_tokens, user.key))
         .map(|(user, _)| user.key)
 }
 
@@ -432,17 +426,15 @@ proptest! {
 
     #[test]
     fn a_full_user_table_forgets_as_a_full_scan_would(
-        charges in crowd(), format_4_from in 0_usize..120, weighed in 0_u64..9,
+        charges in crowd(), weighed in 0_u64..9,
     ) {
         let mut users = Users::with_max(FEW);
         prop_assert!(users.configure(UserKey(weighed << 60), "weighed", 2000));
         // Payments of the kept users.
         let mut paid = BTreeMap::from([(UserKey(weighed << 60), 0)]);
-        for (at, charge) in charges.into_iter().enumerate() {
-            let spares = at >= format_4_from;
-            users.set_never_charged_first(spares);
+        for charge in charges {
             let is_pressed = !paid.contains_key(&charge.user) && paid.len() == FEW;
-            let forgotten = is_pressed.then(|| least(&users, &paid, spares)).flatten();
+            let forgotten = is_pressed.then(|| least(&users, &paid)).flatten();
             let has_room = !is_pressed || forgotten.is_some();
             prop_assert_eq!(users.charge(ReplicaId(1), &charge, &terms(), 1), has_room);
             if let Some(forgotten) = forgotten {

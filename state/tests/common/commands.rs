@@ -6,7 +6,7 @@
 #![allow(dead_code, reason = "chaos-tests takes what it needs")]
 
 use proptest::prelude::*;
-use state::admission::{AdmissionSettings, Concurrency};
+use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
 use state::budgets::Budget;
 use state::caches::CacheScope;
 use state::command::{
@@ -290,15 +290,29 @@ fn admission() -> impl Strategy<Value = AdmissionSettings> {
         1 => Just(Concurrency::Unlimited),
         1 => (0_u32..3).prop_map(Concurrency::Fixed),
     ];
-    (concurrency, 0_u16..6, 0_u32..80_000, user_limits()).prop_map(
-        |(concurrency, bins, inter_token_us, user_limits)| AdmissionSettings {
-            concurrency,
-            bins,
-            inter_token_us,
-            user_limits,
-            ..AdmissionSettings::default()
-        },
+    (
+        concurrency,
+        0_u16..6,
+        0_u32..80_000,
+        0_u32..3,
+        user_limits(),
     )
+        .prop_map(
+            |(concurrency, bins, inter_token_us, batch_min, user_limits)| {
+                let sla = SlaSettings {
+                    inter_token_us,
+                    batch_min,
+                    ..SlaSettings::default()
+                };
+                AdmissionSettings {
+                    concurrency,
+                    bins,
+                    sla,
+                    user_limits,
+                    ..AdmissionSettings::default()
+                }
+            },
+        )
 }
 
 /// Budgets that some charges use up.
@@ -315,42 +329,38 @@ fn user_changes() -> impl Strategy<Value = Command> {
         prop::option::of(user_limits()),
         prop::option::of(budget()),
         models,
-        prop::option::of(prop::option::of(scope())),
     )
-        .prop_map(|((_, name), weight_milli, limits, budget, models, cache)| {
+        .prop_map(|((_, name), weight_milli, limits, budget, models)| {
             Command::ConfigureUser(Box::new(UserChanges {
                 name,
                 weight_milli,
                 limits,
                 budget,
                 models,
-                cache,
             }))
         })
 }
 
-fn scope() -> impl Strategy<Value = CacheScope> {
-    let group = |name: &str| CacheScope::Group(name.to_owned());
-    let scopes = [
+fn user_defaults() -> impl Strategy<Value = Command> {
+    let scopes = vec![
         CacheScope::Shared,
         CacheScope::Own,
-        group("team"),
-        group(""),
+        CacheScope::Group("team".to_owned()),
     ];
-    prop::sample::select(scopes.to_vec())
-}
-
-fn user_defaults() -> impl Strategy<Value = Command> {
-    (0_u32..3000, user_limits(), budget(), scope()).prop_map(
-        |(weight_milli, limits, budget, cache)| {
+    (
+        0_u32..3000,
+        user_limits(),
+        budget(),
+        prop::sample::select(scopes),
+    )
+        .prop_map(|(weight_milli, limits, budget, cache)| {
             Command::PutUserDefaults(Box::new(UserDefaults {
                 weight_milli,
                 limits,
                 budget,
                 cache,
             }))
-        },
-    )
+        })
 }
 
 fn discover() -> impl Strategy<Value = Command> {
@@ -403,7 +413,6 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => user_defaults(),
         1 => user().prop_map(|(_, name)| Command::ForgiveUser { name }),
         1 => user().prop_map(|(_, name)| Command::DeleteUser { name }),
-        1 => Just(Command::PaceTime),
         1 => (backend(), 0_u16..5)
             .prop_map(|(backend, ranks)| Command::SetRanks { backend, ranks }),
         1 => expire,

@@ -319,9 +319,7 @@ impl Probe {
             (self.hooks.observe)(known.handle, facts);
         }
         let own = registry.block_sizes.of_engine(self.stay.slot());
-        if self.view.is_format_4()
-            && let Some(tokens) = memory.new_block_size(own, saw.block_size, round.now)
-        {
+        if let Some(tokens) = memory.new_block_size(own, saw.block_size, round.now) {
             (self.hooks.observe_block_size)(known.handle, tokens);
         }
         self.judge_block_size(known, model, saw.block_size);

@@ -18,7 +18,7 @@ mod tests;
 pub use follow::{DiscoveryParts, run};
 pub use kubernetes::StatefulSetScale;
 pub use settings::{
-    DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice,
-    SourceKind, SourceSettings,
+    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
+    PodChoice, SourceKind, SourceSettings,
 };
 pub use source_status::{DiscoveryBoard, DiscoveryMetrics, SourceReport};

@@ -104,9 +104,7 @@ pub(super) struct RefusedReport {
 }
 
 impl SourceReport {
-    /// Returns the id of the source.
-    #[must_use]
-    pub fn id(&self) -> &str {
+    pub(crate) fn id(&self) -> &str {
         &self.id
     }
 }

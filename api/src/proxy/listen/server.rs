@@ -149,9 +149,7 @@ impl Server {
         };
         let mut door = Acceptor {
             listener,
-            room: Arc::new(Semaphore::new(
-                proxy.settings.limits.connections_max as usize,
-            )),
+            room: Arc::new(Semaphore::new(proxy.settings.limits.connections_max)),
             pending: None,
         };
         let builder = Arc::new(builder(&proxy));

@@ -115,7 +115,7 @@ impl StreamMeter {
     /// Counts a stream that begins. Fails if the maximum number is open.
     pub(super) fn open(picker: &Arc<Picker>) -> Result<Self, Status> {
         let limits = picker.proxy.limits.load();
-        let streams_max = signed(limits.requests().saturating_add(limits.reading()));
+        let streams_max = signed(limits.requests_max.saturating_add(limits.reading_max));
         // Dropping the meter undoes the count.
         let meter = Self {
             picker: Arc::clone(picker),
@@ -287,10 +287,7 @@ impl PickerStream {
         let settings = &self.picker.settings;
         let modes = match message.protocol {
             Some(protocol) => BodyModes::told(protocol)?,
-            None => BodyModes {
-                requests: settings.bodies,
-                answers: settings.bodies,
-            },
+            None => settings.untold_bodies,
         };
         let limits = **proxy.limits.load();
         let mut head = heads::request(&told, &limits)?;
@@ -313,7 +310,7 @@ impl PickerStream {
         let opening = StreamOpening {
             head,
             is_bodiless: told.end_of_stream,
-            endpoints: metadata::offered(message.metadata.as_ref()),
+            endpoints: metadata::offered(settings, message.metadata.as_ref()),
             trace,
         };
         Ok((opening, modes))
@@ -343,7 +340,7 @@ impl PickerStream {
                 return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
             }
         };
-        let requests_max = proxy.limits.load().requests();
+        let requests_max = proxy.limits.load().requests_max;
         accounting.request_metrics().is_read(requests_max)?;
         let StreamOpening {
             head,
@@ -455,7 +452,7 @@ impl PickerStream {
     async fn tell(&mut self, offer: &EndpointOffer, upload: UploadShape) -> Result<(), StreamHalt> {
         let (out, headers) = (&self.out, offer.headers.clone());
         let endpoints = offer.endpoints();
-        let beside = metadata::destination(&endpoints);
+        let beside = metadata::destination(&self.picker.settings, &endpoints);
         if upload.is_bodiless {
             return out.send_with(request_head(headers), Some(beside)).await;
         }
@@ -510,7 +507,7 @@ impl PickerStream {
                 status,
                 headers,
                 is_over: told.end_of_stream,
-                served: metadata::served(message.metadata.as_ref()),
+                served: metadata::served(&self.picker.settings, message.metadata.as_ref()),
             });
         }
     }

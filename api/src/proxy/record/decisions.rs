@@ -60,16 +60,13 @@ struct KeptRequest {
 
 /// Size and limit of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DecisionLogSize {
-    /// Number of requests in the log.
-    pub entries: usize,
-    /// Maximum number of requests; 0 keeps none.
-    pub entries_max: usize,
-    /// Size in memory, in bytes.
-    pub bytes: usize,
+pub(crate) struct DecisionLogSize {
+    pub(crate) entries: usize,
+    pub(crate) entries_max: usize,
+    pub(crate) bytes: usize,
     /// Time at which the oldest request was parsed, in Unix milliseconds; `None` if the log is
     /// empty.
-    pub oldest_ms: Option<u64>,
+    pub(crate) oldest_ms: Option<u64>,
 }
 
 impl DecisionLog {
@@ -174,12 +171,12 @@ impl DecisionLog {
     }
 
     /// Returns the recorder of requests.
-    pub fn recorder(&self) -> &Recorder {
+    pub(crate) fn recorder(&self) -> &Recorder {
         &self.recorder
     }
 
     /// Returns at most `limit` of the newest requests whose blocks are kept, the oldest first.
-    pub fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
+    pub(crate) fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
         let kept = self.lock();
         let first = kept.entries.front().map_or(0, |first| first.record.number);
         let skipped = kept.chains.len().saturating_sub(limit);
@@ -194,12 +191,12 @@ impl DecisionLog {
     }
 
     /// Returns the id of this replica.
-    pub fn replica(&self) -> ReplicaId {
+    pub(crate) fn replica(&self) -> ReplicaId {
         self.replica
     }
 
     /// Returns the log's present size.
-    pub fn size(&self) -> DecisionLogSize {
+    pub(crate) fn size(&self) -> DecisionLogSize {
         let kept = self.lock();
         DecisionLogSize {
             entries: kept.entries.len(),
@@ -210,7 +207,7 @@ impl DecisionLog {
     }
 
     /// Returns the newest kept request with this id, if there is one.
-    pub fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
+    pub(crate) fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
         let id_hash = xxh3_64(id);
         let kept = self.lock();
         let mut newest = kept.entries.iter().rev();
@@ -220,7 +217,7 @@ impl DecisionLog {
 
     /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`, the
     /// newest first.
-    pub fn newest(
+    pub(crate) fn newest(
         &self,
         mut before: u64,
         limit: usize,

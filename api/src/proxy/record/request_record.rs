@@ -14,42 +14,32 @@ use crate::routing::{DecisionRecord, Labels, UserName};
 #[derive(Debug)]
 pub struct RequestRecord {
     /// Number of the record among all since the replica's start, from 0.
-    pub number: u64,
+    pub(crate) number: u64,
     /// Request id. It is copied, because a header value would keep alive the 16 KiB that its
     /// connection read at once.
-    pub id: Box<str>,
-    /// Path of the request.
-    pub path: Box<str>,
-    /// Model that the request names.
-    pub model: Box<str>,
-    /// User who pays.
-    pub user: UserName,
-    /// Source of the user's name.
-    pub user_source: UserSource,
-    /// Labels that backends must have.
-    pub labels: Labels,
-    /// Priority among waiting requests.
-    pub priority: i16,
-    /// Time by which the client wants its first token; `None` for no limit.
-    pub deadline: Option<Duration>,
-    /// Maximum number of output tokens; `None` if the request sets none.
-    pub tokens_max: Option<u32>,
-    /// Whether the response is streamed.
-    pub is_stream: bool,
-    /// Unit of the prompt's blocks.
-    pub unit: BlockUnit,
+    pub(crate) id: Box<str>,
+    pub(crate) path: Box<str>,
+    pub(crate) model: Box<str>,
+    pub(crate) user: UserName,
+    pub(crate) user_source: UserSource,
+    pub(crate) labels: Labels,
+    pub(crate) priority: i16,
+    pub(crate) deadline: Option<Duration>,
+    pub(crate) tokens_max: Option<u32>,
+    pub(crate) is_stream: bool,
+    pub(crate) unit: BlockUnit,
     /// Number of prompt tokens; an estimate unless `unit` is [`BlockUnit::Tokens`].
-    pub tokens: u32,
+    pub(crate) tokens: u32,
     /// Number of full blocks of the prompt.
-    pub blocks: u32,
+    pub(crate) blocks: u32,
     /// Number of full blocks that an engine can have cached.
-    pub matchable: u32,
+    pub(crate) matchable: u32,
     /// Tokens per block, estimated if blocks consist of bytes.
-    pub tokens_per_block: u32,
+    pub(crate) tokens_per_block: u32,
     /// Hashes of the blocks at depths 1, 2, 4 and so on.
-    pub marks: Box<[BlockHash]>,
+    pub(crate) marks: Box<[BlockHash]>,
     /// Unix time at which the request was parsed, in milliseconds.
-    pub at_ms: u64,
+    pub(crate) at_ms: u64,
     pub(in crate::proxy) since: Instant,
     pub(in crate::proxy) attempts: Mutex<Vec<DecidedAttempt>>,
     pub(in crate::proxy) end: OnceLock<RequestEnd>,
@@ -57,26 +47,25 @@ pub struct RequestRecord {
 
 /// One attempt of a request, with its decision.
 #[derive(Debug, Clone)]
-pub struct DecidedAttempt {
+pub(crate) struct DecidedAttempt {
     /// Time from parsing the request to the dispatch.
-    pub after: Duration,
+    pub(crate) after: Duration,
     /// Part of `after` for which this attempt waited for its turn and a backend.
-    pub waited: Duration,
-    /// Inputs and result of the decision.
-    pub decision: Arc<DecisionRecord>,
+    pub(crate) waited: Duration,
+    pub(crate) decision: Arc<DecisionRecord>,
 }
 
 /// End of a request, as its record shows it.
 #[derive(Debug, Clone, Copy)]
-pub struct RequestEnd {
+pub(crate) struct RequestEnd {
     /// Outcome as counted by `quorate_proxy_requests_total`.
-    pub outcome: &'static str,
+    pub(crate) outcome: &'static str,
     /// Status sent to the client; 0 if none was sent.
-    pub status: u16,
+    pub(crate) status: u16,
     /// Code of the error sent to the client, if any.
-    pub code: Option<&'static str>,
+    pub(crate) code: Option<&'static str>,
     /// Time from parsing the request to its end.
-    pub after: Duration,
+    pub(crate) after: Duration,
 }
 
 impl RequestRecord {
@@ -96,12 +85,12 @@ impl RequestRecord {
     }
 
     /// Returns the end of the request; `None` while it is in flight.
-    pub fn end(&self) -> Option<&RequestEnd> {
+    pub(crate) fn end(&self) -> Option<&RequestEnd> {
         self.end.get()
     }
 
     /// Returns the attempts so far, in order.
-    pub fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
+    pub(crate) fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
         self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -16,7 +16,7 @@ pub(super) mod samples;
 pub(super) mod text_samples;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use state::StateView;
@@ -53,8 +53,6 @@ pub struct Dispatcher {
     pub(super) session: SessionId,
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
-    /// Whether all members can decode [`Item::ObserveBelief`], so that it may be proposed.
-    pub(super) reports_prediction_outcomes: AtomicBool,
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
     pub(super) priced: PricedTotal,
@@ -127,16 +125,10 @@ impl Dispatcher {
     pub fn queue_samples(&self, now: Instant) {
         for (sample, belief) in self.samples.take(now) {
             self.outbox.note(Item::ObserveService(Box::new(sample)));
-            if let Some(belief) = belief.filter(|_| self.reports_prediction_outcomes.load(Relaxed))
-            {
+            if let Some(belief) = belief {
                 self.outbox.note(Item::ObserveBelief(belief));
             }
         }
-    }
-
-    /// Sets whether all members can decode [`Item::ObserveBelief`], so that it may be proposed.
-    pub fn set_reports_prediction_outcomes(&self, can_be_read: bool) {
-        self.reports_prediction_outcomes.store(can_be_read, Relaxed);
     }
 
     /// Queues the output lengths for the log. Lengths without room are lost; similar ones follow.
@@ -150,14 +142,10 @@ impl Dispatcher {
         }
     }
 
-    /// Queues the token counts that engines reported for prompts. Drops them while a member cannot
-    /// read such log items.
+    /// Queues the token counts that engines reported for prompts.
     pub fn queue_text_samples(&self) {
-        let samples = self.texts.take();
-        if self.view.is_format_4() {
-            for sample in samples {
-                self.outbox.note(Item::ObserveText(sample));
-            }
+        for sample in self.texts.take() {
+            self.outbox.note(Item::ObserveText(sample));
         }
     }
 

@@ -172,7 +172,6 @@ impl ReferenceModel {
             Command::SetCacheScope { user, .. } => self.users.know_named(user.as_deref()),
             Command::PutUserDefaults(defaults) => self.default_users(defaults),
             Command::DeleteUser { name } => self.users.delete(name),
-            Command::PaceTime => self.pace(),
             // Simulated engines have one rank.
             Command::SetRanks { .. } => {}
             // The contents of its parts are not examined.
@@ -359,18 +358,11 @@ impl ReferenceModel {
         self.bound_untold();
     }
 
-    fn pace(&mut self) {
-        self.time.pace();
-        self.bound_untold();
-    }
-
-    /// Sets the assumed capacity of backends whose capacity is unknown, once time is paced.
+    /// Sets the assumed capacity of backends whose capacity is unknown.
     fn bound_untold(&mut self) {
-        if self.time.is_paced() {
-            let (slots, each) = self.registry.untold();
-            for slot in slots {
-                self.caches.entry(slot).or_default().resize(Some(each));
-            }
+        let (slots, each) = self.registry.untold();
+        for slot in slots {
+            self.caches.entry(slot).or_default().resize(Some(each));
         }
     }
 
@@ -400,5 +392,4 @@ fn makes_known(changes: &UserChanges) -> bool {
     changes.limits.is_some_and(|it| !it.is_unbounded())
         || changes.budget.is_some_and(|it| !it.is_unbounded())
         || changes.models.as_ref().is_some_and(|it| !it.is_empty())
-        || matches!(changes.cache, Some(Some(_)))
 }

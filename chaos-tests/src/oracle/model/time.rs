@@ -1,7 +1,5 @@
 //! The model's replicated time, which follows the stamps of commands.
 
-/// Maximum step of one command before time is paced, in milliseconds.
-const HOUR_MS: u64 = 3_600_000;
 /// Maximum time by which a stamp may be before the last one and still fit it, in milliseconds.
 const LATE_MS: u64 = 1000;
 /// Maximum time by which a stamp may be after the last one and still fit it, in milliseconds.
@@ -15,14 +13,14 @@ const SLIGHT_MS: u64 = 2000;
 /// Time for which a calendar that was set back may still prove wrong, in milliseconds.
 const DOUBTED_MS: u64 = 60_000;
 /// Maximum time that passes at once, in milliseconds.
-const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
+const LEAP_MS: u64 = 600 * 24 * 3_600_000;
 
 /// Replicated time with the calendar that determines its pace.
 #[derive(Debug, Clone, Default)]
 pub struct ModelTime {
     /// Replicated time, in milliseconds.
     pub now_ms: u64,
-    /// Last believed stamp; `None` until time is paced.
+    /// Last believed stamp; `None` before the first command.
     calendar_ms: Option<u64>,
     /// Later stamps that fit each other but not the calendar.
     odd: Vec<u64>,
@@ -31,19 +29,9 @@ pub struct ModelTime {
 }
 
 impl ModelTime {
-    pub(super) fn pace(&mut self) {
-        self.calendar_ms = self.calendar_ms.or(Some(self.now_ms));
-    }
-
-    pub(super) fn is_paced(&self) -> bool {
-        self.calendar_ms.is_some()
-    }
-
     pub(super) fn pass(&mut self, stamp_ms: u64) {
         let Some(calendar_ms) = self.calendar_ms else {
-            let step_ms = if self.now_ms == 0 { u64::MAX } else { HOUR_MS };
-            let latest_ms = self.now_ms.saturating_add(step_ms);
-            self.now_ms = self.now_ms.max(stamp_ms.min(latest_ms));
+            (self.now_ms, self.calendar_ms) = (stamp_ms, Some(stamp_ms));
             return;
         };
         if fits(stamp_ms, calendar_ms) {

@@ -415,8 +415,8 @@ impl SimulateArgs {
             return AdmissionSettings::default();
         }
         AdmissionSettings {
-            max_queue: u32::MAX,
-            max_wait_ms: u32::MAX,
+            queue_max: u32::MAX,
+            wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         }
     }

@@ -15,7 +15,7 @@ use api::base::clock::Clock;
 use api::cluster::divergence::Digests;
 use api::cluster::events::EventBus;
 use api::cluster::figures::FigureBoard;
-use api::engines::backends::{Backends, EngineDialer};
+use api::engines::backends::{Backends, EngineDialer, ProbeSettings};
 use api::ports::{Cluster, Propose};
 use api::proxy::LoggedRequests;
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
@@ -27,14 +27,14 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::clocks::{self, ClusterClocks};
+use super::clocks::ClusterClocks;
 use super::gossip::{self, GossipInbox};
 use super::leadership::hand_over;
 pub use super::machine::ApplyObserver;
 use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
 use super::scaling::{ScaleSource, Scaling};
-use super::{divergence, log_version, options, readers, registration, session_expiry};
+use super::{divergence, log_format, raft_options, readers, registration, session_expiry};
 use crate::config::Config;
 use crate::planted::{self, Bug};
 
@@ -134,10 +134,13 @@ impl CoreParts {
         let view = shared.state().view();
         let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
-        let backends = Backends::new(config.probes.clone())
-            .dialing(config.engine_keys.clone(), dialer)
+        let probes = ProbeSettings {
+            dialer,
+            ..raft_options::probe_settings(config)
+        };
+        let backends = Backends::new(probes)
             .breaking(config.circuit)
-            .preferring_adapters(config.sections.routing.queueing_threshold_lora);
+            .preferring_adapters(config.queueing_threshold_lora);
         let backends = Arc::new(backends);
         backends.announce(events.clone());
         let router = Router::new(RouterParts {
@@ -147,7 +150,7 @@ impl CoreParts {
             backends: Arc::clone(&backends),
             models: config.models.clone(),
             outbox: OutboxSettings {
-                flush_interval: config.cluster.flush_interval,
+                flush_interval: *config.cluster.flush_interval,
                 ..OutboxSettings::default()
             },
             overrides: config.policy_overrides.clone(),
@@ -159,7 +162,7 @@ impl CoreParts {
             0 if !is_logged => router,
             _ => router.recording(),
         });
-        let admission = Admission::new(&router).codel_target(config.admission.codel_target);
+        let admission = Admission::new(&router).codel_target(config.codel_target);
         let admission = Arc::new(admission);
         Self {
             shared,
@@ -173,9 +176,8 @@ impl CoreParts {
         }
     }
 
-    /// Returns the receiver of peers' messages. It reads the message versions that a build with log
-    /// format `format` knows, and passes messages that it cannot read to `observer`.
-    fn inbox(&self, format: u8, observer: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
+    /// Returns the receiver of peers' messages. It passes messages that it cannot read to `observer`.
+    fn inbox(&self, observer: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
             shares: Arc::clone(self.router.shares()),
@@ -183,7 +185,6 @@ impl CoreParts {
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
             figures: Arc::clone(&self.figures),
-            version_max: log_version::messages_known(format),
             observer,
         })
     }
@@ -216,10 +217,11 @@ impl ReplicaCore {
         let clocks = Arc::new(ClusterClocks::new(clock));
         let clock = clocks.clock();
         let parts = CoreParts::new(&config, session, Arc::clone(&clocks), dialer);
-        let first = options::first_command(&config, session, hashing, &clock);
-        let mut options = options::raft_options(&config, transport.local_addr(), storage, &first);
-        options.labels.extend(log_version::labels(format));
-        let inbox = parts.inbox(format, observer.clone());
+        let first = raft_options::first_command(&config, session, hashing, &clock);
+        let mut options =
+            raft_options::raft_options(&config, transport.local_addr(), storage, &first);
+        options.labels.extend([log_format::label(format)]);
+        let inbox = parts.inbox(observer.clone());
         let machine = RouterMachine::new(Arc::clone(&parts.shared), observer).with_format(format);
         let replica = Replica::start(options, transport, Box::new(machine), inbox).await;
         let replica = replica.map_err(explain_start)?;
@@ -272,13 +274,6 @@ impl ReplicaCore {
         let shared = Arc::clone(&parts.shared);
         tasks.spawn(divergence::watch(self.replica.clone(), shared, stop()));
         tasks.spawn(session_expiry::watch(self.cluster(), stop()));
-        tasks.spawn(clocks::pace(self.cluster(), self.replica.clone(), stop()));
-        let dispatcher = Arc::clone(parts.router.dispatcher());
-        tasks.spawn(log_version::follow(
-            self.replica.clone(),
-            dispatcher,
-            stop(),
-        ));
         let view = Arc::clone(&parts.view);
         tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
         let (backends, file) = (config.backends, config.file);

@@ -16,6 +16,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::guard::{CallPurpose, check_store, known_node};
 use crate::COMMAND_BYTES_MAX;
+use crate::machine::CommandSource;
 use crate::net::snapshot_stream::{self, PartReader, first_part, write_parts};
 use crate::net::validate::{check_entries, check_head};
 use crate::net::{MESSAGE_BYTES_MAX, PeerSender, PeerService, Transport};
@@ -280,7 +281,7 @@ impl Peer for PeerRpc {
         }
         // Once committed it reaches every replica, and one that cannot decode it stops.
         self.0
-            .check_command(&request.command)
+            .check_command(&request.command, CommandSource::Peer)
             .map_err(Status::invalid_argument)?;
         let limit = Duration::from_millis(request.timeout_ms);
         let result = self.0.propose_here(request.command, limit).await;

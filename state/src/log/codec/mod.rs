@@ -3,7 +3,11 @@
 //! Entries live as long as the log does, so every format version stays readable and has golden
 //! bytes in the tests. Versions only add to the format, so one decoder reads them all. A command is
 //! written with the version that its content requires ([`format_of`]): an earlier build reads the
-//! commands that it knows, and can report which version it would need for the others.
+//! commands that it knows, and can report which version it would need for the others. ADR 0004
+//! describes how a format is added.
+//!
+//! The feature `planted` rehearses that: its builds count some commands as one format newer, so
+//! that simulations roll out a newer format among builds that do not know it.
 //!
 //! Input is untrusted: lengths are bounded before anything is allocated, trailing bytes are
 //! rejected, and nothing recurses.
@@ -13,21 +17,21 @@ mod items;
 mod kv;
 mod replies;
 #[cfg(test)]
+mod shape_tests;
+#[cfg(test)]
 mod tests;
 
 use bincode::{Decode, Encode};
 
-use super::command::{BackendRole, Command, Envelope, Item, Reply};
+use super::command::{Command, Envelope, Item, Reply};
 use crate::encoding::{append_bytes, from_bytes, to_bytes};
 use crate::error::DecodeEntryError;
 
-/// Newest format version of commands. The first byte of a command is the version of its kind, see
-/// [`format_of`].
-pub const FORMAT_VERSION: u8 = 10;
-/// Format version known to every build that can share a cluster with this one. Replies use it.
-pub const FORMAT_VERSION_COMMON: u8 = 2;
-/// Oldest format version that this build can read.
-const FORMAT_VERSION_FIRST: u8 = 1;
+/// Format version that every build knows. Replies use it.
+pub const FORMAT_VERSION_FIRST: u8 = 1;
+/// Newest format version of commands. The first byte of a command is the version of its content,
+/// see [`format_of`].
+pub const FORMAT_VERSION: u8 = FORMAT_VERSION_FIRST + cfg!(feature = "planted") as u8;
 /// Maximum length of an encoded command, in bytes. Proposers stay far below it: an outbox flushes
 /// at 64 KiB, and the admin API limits its bodies.
 pub const ENVELOPE_BYTES_MAX: usize = 1 << 20;
@@ -37,52 +41,40 @@ const AROUND_BYTES_MAX: usize = 64;
 /// [`ENVELOPE_BYTES_MAX`] takes in memory, so that every encoded command can be decoded.
 const DECODE_BYTES_MAX: usize = 64 << 20;
 /// Returns the format version needed to apply `command`. A replica stops at a command that it
-/// cannot decode, so one above [`FORMAT_VERSION_COMMON`] may only be proposed once all members know
-/// that version.
+/// cannot decode, so one above [`FORMAT_VERSION_FIRST`] may only be proposed once all members know
+/// that version. It follows from everything inside the command: one that contains a policy which
+/// format 2 added is of format 2.
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
-    match command {
-        Command::SetRanks { .. } | Command::Discover(_) => 10,
-        Command::PutBackend(spec) if spec.role != BackendRole::Both => 8,
-        Command::PutUserDefaults(_) => 8,
-        Command::SetCacheScope { .. } => 7,
-        // The backup to restore may be of any version that this build reads.
-        Command::BeginRestore { .. } => FORMAT_VERSION,
-        Command::RevokeKey { .. } | Command::ConfigureUser(_) => 6,
-        Command::CreateKey(_) | Command::RotateKey { .. } => 5,
-        Command::RestorePart { .. }
-        | Command::FinishRestore { .. }
-        | Command::AbortRestore { .. } => 3,
-        Command::ForgiveUser { .. }
-        | Command::PaceTime
-        | Command::SetUser { .. }
-        | Command::DeleteUser { .. } => 4,
-        Command::Batch { items, .. } if items.iter().any(is_of_version_10) => 10,
-        Command::Batch { items, .. } if items.iter().any(is_of_version_4) => 4,
-        Command::PutBackend(spec) if spec.has_newer_url() => 4,
-        Command::Found(_)
-        | Command::Batch { .. }
-        | Command::PutBackend(_)
-        | Command::DeleteBackend { .. }
-        | Command::SetDraining { .. }
-        | Command::PutUser(_)
-        | Command::PutPolicy(_)
-        | Command::ExpireSession { .. }
-        | Command::PutRouting(_)
-        | Command::PutAdmission(_)
-        | Command::PutUserLimits { .. }
-        | Command::AssignReaders(_) => FORMAT_VERSION_COMMON,
+    FORMAT_VERSION_FIRST + u8::from(is_rehearsed(command))
+}
+
+/// Whether `command` counts as one of the next format, in builds that rehearse it: a whole command
+/// and a policy, as if it had just been appended to the policies.
+#[cfg(feature = "planted")]
+fn is_rehearsed(command: &Command) -> bool {
+    use crate::policy::PolicyConfig;
+    matches!(
+        command,
+        Command::ForgiveUser { .. } | Command::PutPolicy(PolicyConfig::PrebleE2(_))
+    )
+}
+
+#[cfg(not(feature = "planted"))]
+fn is_rehearsed(_command: &Command) -> bool {
+    false
+}
+
+/// Returns the format version of an encoded command, without decoding it.
+///
+/// # Errors
+/// If `bytes` are none of a command.
+pub fn encoded_format(bytes: &[u8]) -> Result<u8, DecodeEntryError> {
+    match bytes.first() {
+        Some(version @ FORMAT_VERSION_FIRST..) => Ok(*version),
+        Some(version) => Err(unknown_version(*version)),
+        None => Err(DecodeEntryError("no bytes".to_owned())),
     }
-}
-
-/// Whether version 10 introduced the kind of `item`.
-fn is_of_version_10(item: &Item) -> bool {
-    matches!(item, Item::ObserveBelief(_))
-}
-
-/// Whether version 4 introduced the kind of `item`.
-fn is_of_version_4(item: &Item) -> bool {
-    matches!(item, Item::ObserveText(_) | Item::ObserveBlockSize { .. })
 }
 
 /// Encodes a command as the payload of a log entry.
@@ -129,7 +121,7 @@ pub fn item_bytes(item: &Item) -> usize {
 /// Encodes a reply as the result of a log entry.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
-    encode(FORMAT_VERSION_COMMON, reply)
+    encode(FORMAT_VERSION_FIRST, reply)
 }
 
 /// Decodes a reply that [`encode_reply`] encoded.
@@ -147,13 +139,16 @@ fn encode<T: Encode>(version: u8, value: &T) -> Vec<u8> {
 }
 
 fn decode<T: Decode<()>>(bytes: &[u8]) -> Result<T, DecodeEntryError> {
-    match bytes.split_first() {
-        Some((FORMAT_VERSION_FIRST..=FORMAT_VERSION, payload)) => {
-            from_bytes::<T, DECODE_BYTES_MAX>(payload).map_err(DecodeEntryError)
+    match encoded_format(bytes)? {
+        ..=FORMAT_VERSION => {
+            from_bytes::<T, DECODE_BYTES_MAX>(&bytes[1..]).map_err(DecodeEntryError)
         }
-        Some((version, _)) => Err(DecodeEntryError(format!(
-            "format version {version}, {FORMAT_VERSION} or an earlier one expected"
-        ))),
-        None => Err(DecodeEntryError("no bytes".to_owned())),
+        version => Err(unknown_version(version)),
     }
+}
+
+fn unknown_version(version: u8) -> DecodeEntryError {
+    DecodeEntryError(format!(
+        "format version {version}, one up to {FORMAT_VERSION} expected"
+    ))
 }

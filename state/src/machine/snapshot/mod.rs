@@ -152,10 +152,7 @@ impl RouterState {
         vec![
             (tag::CONFIG, encoding::to_bytes(&self.config)),
             (tag::SETTINGS, encoding::to_bytes(&settings)),
-            (
-                tag::TIME,
-                encoding::to_bytes(&(self.time.now_ms, &self.time.paced)),
-            ),
+            (tag::TIME, encoding::to_bytes(&self.time)),
             (tag::SESSIONS, encoding::to_bytes(&self.sessions)),
             (tag::AUDIT, encoding::to_bytes(&self.audit)),
             (tag::BACKENDS, encoding::to_bytes(&self.backends)),
@@ -188,7 +185,6 @@ impl RouterState {
             .finish_exact()
             .map_err(|what| input.fault(input.offset, what))?;
         fresh.cold_digest = fresh.hash_cold();
-        fresh.follow_format();
 
         let before = self.ownership.freeze();
         let base = input.offset;
@@ -230,7 +226,7 @@ impl RouterState {
         self.publish_evictions();
         self.publish_for_admission(true);
         self.view.publish_ratios(self.ratios.view());
-        self.publish_time();
+        self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
         Ok(())
     }
@@ -281,7 +277,7 @@ impl RouterState {
             tag::OUTPUTS => self.outputs = section(payload)?,
             tag::LAST_LEFT => self.users.restore_last_left(section(payload)?),
             tag::EXACT => self.exact.restore_piece(payload)?,
-            tag::TIME => (self.time.now_ms, self.time.paced) = section(payload)?,
+            tag::TIME => self.time = section(payload)?,
             tag::ASSUMED => self.assumed = section(payload)?,
             tag::BELIEFS => self.beliefs = section(payload)?,
             tag::BLOCK_SIZES => {
@@ -430,47 +426,8 @@ impl CountingReader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::{Command, Envelope, Founding, Lane, Origin, Reply};
-    use crate::ids::{ReplicaId, SessionId};
     use crate::machine::ClusterConfig;
-    use crate::policy::PolicyConfig;
     use crate::pricing::FairnessSettings;
-
-    fn apply(state: &mut RouterState, command: Command) {
-        let index = state.applied.0 + 1;
-        let origin = Origin {
-            replica: ReplicaId(1),
-            session: SessionId(1),
-            lane: Lane::Admin,
-            seq: index,
-        };
-        let envelope = Envelope {
-            origin,
-            proposed_at_ms: 1000 + index,
-            command,
-        };
-        assert_eq!(state.apply(LogIndex(index), envelope), Reply::Applied);
-        assert_eq!(state.check(), Ok(()));
-    }
-
-    fn copy(state: &RouterState) -> RouterState {
-        let mut bytes = Vec::new();
-        state.freeze().write_to(&mut bytes).unwrap();
-        let mut copy = RouterState::new();
-        copy.restore(&mut &*bytes).unwrap();
-        assert_eq!(copy.check(), Ok(()));
-        copy
-    }
-
-    #[test]
-    fn forgetting_order_follows_the_format_in_copies_too() {
-        let mut state = RouterState::new();
-        let init = Command::from(Founding::of_seed(1, PolicyConfig::Random));
-        apply(&mut state, init);
-        assert!(!state.users.spares_charged() && !copy(&state).users.spares_charged());
-        apply(&mut state, Command::PaceTime);
-        assert!(state.users.spares_charged() && copy(&state).users.spares_charged());
-    }
 
     #[test]
     fn settings_out_of_bounds_are_refused() {

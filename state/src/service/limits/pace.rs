@@ -26,8 +26,7 @@
 use bincode::{Decode, Encode};
 
 use super::ServiceSample;
-use super::SlaSettings;
-use crate::settings::BATCH_MAX;
+use crate::settings::{BATCH_MAX, SlaSettings};
 
 /// Number of samples with tokens per decision: Algorithm 2's warm-up, repeated after every move.
 const SAMPLES_PER_DECISION: u32 = 3;

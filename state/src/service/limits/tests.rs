@@ -68,13 +68,17 @@ fn footprint_by(quantile: impl Fn(f64) -> f64) -> Footprint {
 }
 
 fn sla(inter_token_us: u32) -> SlaSettings {
-    inter_token_us.into()
+    SlaSettings {
+        inter_token_us,
+        ..SlaSettings::default()
+    }
 }
 
-fn adaptive(inter_token_us: u32) -> LimitSettings {
-    LimitSettings {
+fn adaptive(inter_token_us: u32) -> AdmissionSettings {
+    AdmissionSettings {
         concurrency: Concurrency::Adaptive,
         sla: sla(inter_token_us),
+        ..AdmissionSettings::default()
     }
 }
 
@@ -465,7 +469,7 @@ fn controller_waits_for_enough_gaps() {
 fn the_limit_is_the_smaller_bound_clamped_to_settings() {
     let mut limit = AdaptiveLimit::default();
     let mut settings = adaptive(0);
-    let limit_of = |limit: &AdaptiveLimit, settings: &LimitSettings, blocks| {
+    let limit_of = |limit: &AdaptiveLimit, settings: &AdmissionSettings, blocks| {
         limit.figures(settings, blocks).limit
     };
     assert_eq!(
@@ -519,7 +523,7 @@ fn any_sample() -> impl Strategy<Value = ServiceSample> {
     })
 }
 
-fn any_settings() -> impl Strategy<Value = LimitSettings> {
+fn any_settings() -> impl Strategy<Value = AdmissionSettings> {
     let number = || prop_oneof![1_u32..200, 1..=crate::admission::BATCH_MAX];
     (
         number(),
@@ -529,7 +533,7 @@ fn any_settings() -> impl Strategy<Value = LimitSettings> {
         0_u32..=10_000,
     )
         .prop_map(
-            |(a, b, inter_token_us, tolerance_us, memory_z_milli)| LimitSettings {
+            |(a, b, inter_token_us, tolerance_us, memory_z_milli)| AdmissionSettings {
                 sla: SlaSettings {
                     inter_token_us: inter_token_us.into(),
                     tolerance_us,
@@ -549,6 +553,7 @@ proptest! {
     ) {
         let mut limit = AdaptiveLimit::default();
         for (settings, sample, capacity) in steps {
+            prop_assert_eq!(settings.validate(), Ok(()));
             limit.observe(&sample, &settings, capacity);
             let figures = limit.figures(&settings, capacity);
             let allowed = settings.sla.batch_min..=settings.sla.batch_max;
