@@ -2,7 +2,6 @@
 //! memory on any input. `chaos-tests` uses them. Each function is next to the code that it
 //! exercises.
 
-pub use crate::admin::fuzzing::{admin_body, admin_body_seeds};
 pub use crate::engines::backends::fuzzing::{
     engine_metrics, engine_metrics_seeds, engine_models, engine_models_seeds,
 };

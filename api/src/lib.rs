@@ -1,6 +1,5 @@
-//! The HTTP layer around the deterministic core: data plane, admin API and engine clients.
+//! The HTTP layer around the deterministic core: data plane and clients of the engines.
 
-pub mod admin;
 pub mod admission;
 pub mod base;
 pub mod cluster;

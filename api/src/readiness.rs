@@ -55,7 +55,7 @@ impl Lifecycle {
     }
 
     /// Returns the token that [`Lifecycle::end_streams`] cancels.
-    pub(crate) fn ended(&self) -> CancellationToken {
+    pub fn ended(&self) -> CancellationToken {
         self.ended.clone()
     }
 }
@@ -82,10 +82,10 @@ pub struct ReadinessCheck {
 
 /// Whether a replica accepts traffic, and the reasons if not.
 #[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub(crate) struct Readiness {
+pub struct Readiness {
     /// `ready`, `degraded` (routes requests, but has no quorum, uncommitted updates, or state or keys
     /// that may be out of date) or `not-ready`.
-    pub(crate) status: &'static str,
+    pub status: &'static str,
     /// Why the status is not `ready`.
     reasons: Vec<String>,
     /// Conditions that need attention but do not prevent `ready`.
@@ -97,7 +97,7 @@ pub(crate) struct Readiness {
 
 impl Readiness {
     /// Whether the replica should get traffic.
-    pub(crate) fn is_fit(&self) -> bool {
+    pub fn is_fit(&self) -> bool {
         self.status != "not-ready"
     }
 }
@@ -110,7 +110,7 @@ impl ReadinessCheck {
     }
 
     /// Determines readiness. docs/guide/runbook.md gives the remedy for each reason.
-    pub(crate) fn readiness(&self) -> Readiness {
+    pub fn readiness(&self) -> Readiness {
         let status = self.cluster.status();
         let (mut against, mut lacking) = (Vec::new(), Vec::new());
         self.judge_process(&status, &mut against);
@@ -140,7 +140,7 @@ impl ReadinessCheck {
     }
 
     /// Whether everything committed at this replica's start is applied. Once true, it stays true.
-    pub(crate) fn has_caught_up(&self) -> bool {
+    pub fn has_caught_up(&self) -> bool {
         self.cluster.status().caught_up
     }
 
@@ -211,7 +211,7 @@ impl ReadinessCheck {
         }
         if self.keys.refuses() {
             against.push(format!(
-                "API keys: the list here is {age}, and requests with one are refused (users.when_stale)"
+                "API keys: the list here is {age}, and requests with one are refused (users.refuse_stale_keys_after)"
             ));
         } else {
             lacking.push(format!(

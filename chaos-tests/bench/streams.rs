@@ -39,7 +39,7 @@ const PIECE_BYTES: usize = 62 * 1024;
 /// Config that admits 16384 requests of one gateway over few connections.
 macro_rules! limits {
     () => {
-        "[limits]\nmax_connections = 64\nmax_requests = 16384\nmax_requests_per_address = 16384\nmax_held_bodies = \"4 GiB\"\n"
+        "[limits]\nmax_connections = 64\nmax_requests = 16384\nmax_held_bodies = \"4 GiB\"\n"
     };
 }
 

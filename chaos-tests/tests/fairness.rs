@@ -340,7 +340,7 @@ async fn holds_a_rate(
     const RATE: f64 = 20.0;
     let options = ClusterOptions {
         engine_speed: 50.0,
-        config: "[admission.user_limits]\nrequests = 20\nwindow = \"1s\"\n",
+        config: "[users.defaults.limits]\nrequests = 20\nwindow = \"1s\"\n",
         ..options
     };
     let cluster = ProcessCluster::start(options).await?;

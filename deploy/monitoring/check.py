@@ -48,11 +48,11 @@ class MonitoredCluster(Cluster):
             events, replay = f"tcp://{events}", f"tcp://{replay}"
             flags = ["--speed", "20", "--kv-events", events, "--kv-replay", replay]
             self.add_engine(listen, *flags, kv_events=events, kv_replay=replay)
-        # A limit, so that requests wait; an access log and a source, if of no engines, as alerts ask for both.
+        # A limit, so that requests wait, and a source without engines, as alerts ask for one.
         engines = f"{folder}/engines.json"
         with open(engines, "w", encoding="utf-8") as file:
             file.write("[]")
-        settings = f'admission.concurrency = 2\nlog.access = "all"\nlog.access_file = "{folder}/access.log"\n'
+        settings = 'admission.concurrency = 2\n'
         source = f'[[discovery]]\nid = "rack"\nkind = "file"\npath = "{engines}"\n'
         self.configure(settings, '[[models]]\nname = "*"\ntokenizer = "engine"\n' + source)
         self.is_over = threading.Event()

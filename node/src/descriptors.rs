@@ -7,7 +7,7 @@
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::config::LimitsConfig;
+use api::proxy::ProxyLimits;
 
 /// Number of descriptors that clients cannot use: 128 for connections from peers, 96 for operators,
 /// and 64 for the log, snapshots, listeners, links to peers, probes and the runtime.
@@ -43,29 +43,20 @@ pub(crate) fn limit() -> u64 {
 }
 
 /// Lowers the limits on clients to what `descriptors` descriptors can support.
-pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
-    let (connections, requests) = (limits.max_connections, limits.max_requests);
+pub fn fit(limits: &mut ProxyLimits, descriptors: u64) {
+    let (connections, requests) = (limits.connections_max, limits.requests_max);
     let fitting = fitting(connections, requests, descriptors);
     if fitting == (connections, requests) {
         return;
     }
-    (limits.max_connections, limits.max_requests) = fitting;
-    // No single client may take more than half of the total.
-    let (half_connections, half_requests) = (fitting.0.div_ceil(2), fitting.1.div_ceil(2));
-    for (share, half) in [
-        (&mut limits.max_connections_per_address, half_connections),
-        (&mut limits.max_requests_per_address, half_requests),
-        (&mut limits.max_requests_per_user, half_requests),
-    ] {
-        *share = share.map(|share| half.min(share));
-    }
+    (limits.connections_max, limits.requests_max) = fitting;
     tracing::warn!(
         descriptors,
         wanted = wanted(connections, requests),
         configured_connections = connections,
         configured_requests = requests,
-        max_connections = limits.max_connections,
-        max_requests = limits.max_requests,
+        max_connections = limits.connections_max,
+        max_requests = limits.requests_max,
         "too few file descriptors for limits.max_connections and limits.max_requests, now lowered \
          (LimitNOFILE, ulimit -n)"
     );

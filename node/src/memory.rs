@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::config::{LimitsConfig, Parsed};
+use api::proxy::ProxyLimits;
 
 /// Maximum of the default for the memory that requests may hold, in bytes.
 const HELD_BYTES_MAX: u64 = 1 << 30;
@@ -14,13 +14,9 @@ const UNLIMITED: u64 = 1 << 60;
 
 /// Derives the limits that the config leaves open from the memory `limit`, and warns if the limits
 /// do not fit into it.
-pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
-    let by_memory = held_bytes_max(limit, *limits.max_body);
-    let chosen = limits
-        .max_held_bodies
-        .as_deref()
-        .map_or(by_memory, |it| *it);
-    limits.max_held_bodies = Some(Parsed(chosen));
+pub(crate) fn fit(limits: &mut ProxyLimits, limit: Option<u64>) {
+    let by_memory = held_bytes_max(limit, limits.body_bytes_max);
+    let chosen = *limits.held_bytes_max.get_or_insert(by_memory);
     tracing::info!(limit, max_held_bodies = chosen, "memory");
     if let Some(limit) = limit
         && !is_fitting(chosen, limit)

@@ -60,7 +60,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 use node::app::{Addresses, App, BoundSockets, ShutdownHandle};
-use node::config::{Config, ListenConfig, Origin, Parsed, load};
+use node::config::{Config, ListenConfig, Origin, load};
 use node::json_client::JsonClient;
 use serde_json::{Value, json};
 use state::command::{Command, UserSpec};
@@ -184,10 +184,10 @@ impl Replica {
     fn again((config, at): (Config, Addresses)) -> Self {
         let (data, admin, peer) = (at.data, at.admin, at.peer);
         let listen = ListenConfig {
-            data: Parsed(data),
-            admin: Parsed(admin),
-            peer: Parsed(peer),
-            picker: at.picker.map(Parsed),
+            data,
+            admin,
+            peer,
+            picker: at.picker,
             advertise: config.listen.advertise.clone(),
         };
         Self::run(config, BoundSockets::bind(&listen).unwrap())
@@ -211,10 +211,10 @@ fn cluster_with(
 ) -> Vec<Replica> {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
-        picker: Some(Parsed(any)),
+        data: any,
+        admin: any,
+        peer: any,
+        picker: Some(any),
         advertise: None,
     };
     let sockets: Vec<_> = (0..count)
@@ -399,7 +399,7 @@ async fn metrics_are_prefixed_by_their_area() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_draining_replica_finishes_its_requests() {
-    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
+    let (_dir, _engines, replica, _http, at) = started_alone(1, |_| {}).await;
 
     let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 400, "stream": true });
     let request = Request::post(format!("http://{}/v1/completions", at.data))

@@ -27,6 +27,7 @@ const LINES_MAX: usize = 600;
 const STATE_MAY_USE: &[&str] = &[
     "arc-swap",
     "bincode",
+    "humantime",
     "schemars",
     "serde",
     "thiserror",
@@ -42,8 +43,9 @@ const OWN_CRATES: &[(&str, &str, &[&str])] = &[
     ("state", "state", &[]),
     ("raft", "raft", &[]),
     ("api", "api", &["state"]),
+    ("admin", "api/admin", &["state", "api"]),
     ("lab", "node/lab", &["state", "api"]),
-    ("node", "node", &["state", "raft", "api", "lab"]),
+    ("node", "node", &["state", "raft", "api", "admin", "lab"]),
 ];
 
 fn root() -> PathBuf {
@@ -114,7 +116,13 @@ fn no_leftover_markers_remain() {
 }
 
 /// Folders of a replica's own code, which must run identically in every simulation.
-const SIMULATED: &[&str] = &["state/src", "raft/src", "api/src", "node/src/app"];
+const SIMULATED: &[&str] = &[
+    "state/src",
+    "raft/src",
+    "api/src",
+    "api/admin/src",
+    "node/src/app",
+];
 
 #[test]
 fn simulated_code_is_deterministic() {

@@ -143,8 +143,10 @@ impl StateMachineAdapter {
     }
 
     /// Whether `store` of replica `id` was a member, and was removed after the entry `asked`.
-    pub(crate) fn is_removed_since(&self, id: u64, store: u64, asked: LogId) -> bool {
-        self.position().removed.is_removed_since(id, store, asked)
+    pub(crate) fn is_removed_since(&self, id: u64, store: u64, requested_at: LogId) -> bool {
+        self.position()
+            .removed
+            .is_removed_since(id, store, requested_at)
     }
 
     /// Returns the last applied entry, if there is one.

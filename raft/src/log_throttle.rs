@@ -17,10 +17,10 @@ pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 impl LogThrottle {
     /// Whether a line may be logged now. If so, the next one must wait.
     pub(crate) fn try_acquire(&self) -> bool {
-        let mut said = lock(&self.0);
-        let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);
+        let mut last_line = lock(&self.0);
+        let is_time = last_line.is_none_or(|at| at.elapsed() >= EVERY);
         if is_time {
-            *said = Some(Instant::now());
+            *last_line = Some(Instant::now());
         }
         is_time
     }

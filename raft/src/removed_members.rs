@@ -37,9 +37,9 @@ impl RemovedMembers {
     }
 
     /// Whether `store` of replica `id` was removed after the entry `asked`.
-    pub(crate) fn is_removed_since(&self, id: u64, store: u64, asked: LogId) -> bool {
+    pub(crate) fn is_removed_since(&self, id: u64, store: u64, requested_at: LogId) -> bool {
         let removal = self.0.get(&id).filter(|removal| removal.store == store);
-        removal.is_some_and(|removal| removal.by > asked)
+        removal.is_some_and(|removal| removal.by > requested_at)
     }
 
     pub(crate) fn to_wire(&self) -> Vec<proto::Removal> {

@@ -52,7 +52,7 @@ const ORDERS: [Order; 7] = [
 fn rules(order: Order) -> QueueSettings {
     let settings = AdmissionSettings {
         order,
-        queue_max: 100_000,
+        max_queue: 100_000,
         ..AdmissionSettings::default()
     };
     QueueSettings::of(&settings, Pricing::default())

@@ -13,7 +13,7 @@ use std::time::Instant;
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
-use state::admission::{AdmissionSettings, BinSelection, SlaSettings};
+use state::admission::{AdmissionSettings, BinSelection};
 use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origin};
 use state::ids::{
     AttemptId, BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey,
@@ -67,10 +67,7 @@ impl Driver {
         }
         driver.apply(Command::PutAdmission(AdmissionSettings {
             bins: 8,
-            sla: SlaSettings {
-                inter_token_us: 50_000,
-                ..SlaSettings::default()
-            },
+            inter_token_us: 50_000,
             ..AdmissionSettings::default()
         }));
         driver

@@ -15,6 +15,7 @@ mod cow;
 pub mod discovery;
 mod encoding;
 mod error;
+pub mod form;
 pub mod ids;
 pub mod keys;
 pub mod kv_events;

@@ -7,39 +7,51 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::form::{As, AsOption, MicrosOrZero, Millis, MillisOfDay, MillisOrZero, Slots};
 use crate::pricing::ChargeInput;
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
-/// Admission settings. They are replicated, and `PUT /admin/v1/admission` changes them.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+/// The replicated settings of `[admission]`, which `PUT /admin/v1/admission` changes.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdmissionSettings {
-    /// Order of waiting requests with equal priority.
+    /// Order in which waiting requests of equal priority are served. Like all keys of `[admission]`
+    /// except `codel_target` and `priority_max`, it is read when a cluster is created; later use
+    /// `PUT /admin/v1/admission`.
     pub order: Order,
-    /// Limit on the requests that a backend runs at once.
+    /// Maximum number of concurrent requests per backend. `adaptive`: as many as its memory and
+    /// `inter_token` allow, once those are known.
+    #[serde(with = "As::<Slots>")]
     pub concurrency: Concurrency,
-    /// Maximum number of waiting requests per model and replica; further ones are rejected.
-    pub queue_max: u32,
-    /// Longest wait before a request is rejected, in milliseconds.
-    pub wait_ms_max: u32,
-    /// Rule for which prompt tokens are charged at dispatch.
+    /// Maximum number of waiting requests per model and replica; further ones get a 503. Each takes
+    /// about 32 KiB, connection included.
+    #[schemars(range(min = 1))]
+    pub max_queue: u32,
+    /// Maximum waiting time; after that a request gets a 503. A request that is predicted to wait
+    /// longer gets it immediately.
+    #[serde(rename = "max_wait", with = "As::<Millis>")]
+    pub max_wait_ms: u32,
+    /// Which prompt tokens are charged: only uncached ones, all, or all with cached ones at a
+    /// tenth.
     pub charge: ChargeInput,
-    /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1; 0 for the
-    /// price of the largest request seen. The gate's slack `G` is the larger of this and what the
-    /// replicas' lag requires.
-    pub gate_tokens: u32,
-    /// Number of output-length bins, `K` of Algorithm 6; 1 for no bins.
+    /// Number of bins by predicted output length (`K` of Algorithm 6); 1 means no bins.
+    #[schemars(range(min = 1, max = 64))]
     pub bins: u16,
-    /// Rule that selects the next bin (Algorithm 5).
+    /// Which bin is served next (Algorithm 5).
     pub bin_selection: BinSelection,
-    /// Wait after which a request goes ahead of its bin's turn, in milliseconds.
-    pub bin_age_ms_max: u32,
-    /// Use of the bins: as classes in the queue's order, or as batches for one backend.
+    /// A request that has waited this long is served before its bin's turn.
+    #[serde(rename = "bin_max_age", with = "As::<MillisOrZero>")]
+    pub bin_max_age_ms: u32,
+    /// `continuous`: bins only order the queue. `static`: a batch of one bin goes to one backend
+    /// together, for engines whose batches end together.
     pub batching: Batching,
-    /// Settings of limits by service level (Algorithms 1, 2 and 7), for adaptive `concurrency`.
-    pub sla: SlaSettings,
+    /// Target for the time between output tokens that `adaptive` keeps (`D_SLA`). 0: limit by
+    /// memory alone.
+    #[serde(rename = "inter_token", with = "As::<MicrosOrZero>")]
+    pub inter_token_us: u32,
     /// Limits of users who have no limits of their own.
+    #[serde(skip)]
     pub user_limits: UserLimits,
 }
 
@@ -48,15 +60,14 @@ impl Default for AdmissionSettings {
         Self {
             order: Order::Vtc,
             concurrency: Concurrency::Adaptive,
-            queue_max: 4096,
-            wait_ms_max: 10_000,
+            max_queue: 4096,
+            max_wait_ms: 10_000,
             charge: ChargeInput::Uncached,
-            gate_tokens: 0,
             bins: 1,
             bin_selection: BinSelection::RoundRobin,
-            bin_age_ms_max: 5_000,
+            bin_max_age_ms: 5_000,
             batching: Batching::Continuous,
-            sla: SlaSettings::default(),
+            inter_token_us: 0,
             user_limits: UserLimits::default(),
         }
     }
@@ -114,38 +125,8 @@ pub enum Batching {
     Static,
 }
 
-/// Maximum of `sla.batch_max`, in requests.
+/// Maximum number of concurrent requests per backend.
 pub const BATCH_MAX: u32 = 1 << 16;
-/// Maximum of `sla.memory_z_milli`, in thousandths.
-pub const MEMORY_Z_MILLI_MAX: u32 = 10_000;
-
-/// Settings of limits by service level (Algorithms 1, 2 and 7).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct SlaSettings {
-    /// Target time between tokens (`D_SLA`), in microseconds; 0 to limit by memory only.
-    pub inter_token_us: u32,
-    /// Half width of the tolerance band around the target (`eps_D`), in microseconds.
-    pub tolerance_us: u32,
-    /// Lower bound of the limit (`B_min`), in requests.
-    pub batch_min: u32,
-    /// Upper bound of the limit (`B_max`), in requests.
-    pub batch_max: u32,
-    /// Quantile `z` of Algorithm 1, in thousandths: with 1645, memory overflows in 5 % of cases.
-    pub memory_z_milli: u32,
-}
-
-impl Default for SlaSettings {
-    fn default() -> Self {
-        Self {
-            inter_token_us: 0,
-            tolerance_us: 5_000,
-            batch_min: 1,
-            batch_max: 1024,
-            memory_z_milli: 1645,
-        }
-    }
-}
 
 impl AdmissionSettings {
     /// Checks the bounds of every field.
@@ -156,26 +137,10 @@ impl AdmissionSettings {
         if let Concurrency::Fixed(requests) = self.concurrency {
             at_least("concurrency", requests, 1)?;
         }
-        at_least("queue_max", self.queue_max, 1)?;
-        at_least("wait_ms_max", self.wait_ms_max, 1)?;
+        at_least("max_queue", self.max_queue, 1)?;
+        at_least("max_wait", self.max_wait_ms, 1)?;
         ensure((1..=64).contains(&self.bins), "bins", "1 to 64")?;
-        self.user_limits.validate()?;
-        at_least("sla.batch_min", self.sla.batch_min, 1)?;
-        ensure(
-            self.sla.batch_min <= self.sla.batch_max,
-            "sla.batch_max",
-            "at least sla.batch_min",
-        )?;
-        ensure(
-            self.sla.batch_max <= BATCH_MAX,
-            "sla.batch_max",
-            "at most 65536",
-        )?;
-        ensure(
-            self.sla.memory_z_milli <= MEMORY_Z_MILLI_MAX,
-            "sla.memory_z_milli",
-            "at most 10000",
-        )
+        self.user_limits.validate()
     }
 
     /// Whether the settings use output lengths, so that replicas must report them through the log.
@@ -192,17 +157,23 @@ pub const TOKENS_MAX: u64 = 1 << 53;
 /// Default length of a window, in milliseconds.
 pub const WINDOW_MS_DEFAULT: u32 = 1000;
 
-/// Limits of one user. A limit that is `None` does not apply.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+/// Limits of one user: how much they may use per window. A limit that is `None` does not apply.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimits {
-    /// Maximum number of requests per window.
+    /// Requests per window. Default: unlimited.
+    #[schemars(range(min = 1))]
     pub requests: Option<u32>,
-    /// Maximum number of tokens per window, not counting cached ones.
+    /// Tokens per window, not counting cached ones. Default: unlimited.
+    #[schemars(range(min = 1, max = TOKENS_MAX))]
     pub tokens: Option<u64>,
-    /// Maximum number of requests in flight at once.
+    /// Concurrent requests. Default: unlimited.
+    #[schemars(range(min = 1))]
     pub concurrent: Option<u32>,
-    /// Length of the window, in milliseconds; `None` for one second.
+    /// Length of the window. Default: one second.
+    #[serde(rename = "window", with = "AsOption::<MillisOfDay>")]
     pub window_ms: Option<u32>,
 }
 
@@ -224,8 +195,8 @@ impl UserLimits {
             "limits.concurrent",
             "at least 1",
         )?;
-        ensure(self.window_ms != Some(0), "limits.window_ms", "at least 1")?;
-        at_most("limits.window_ms", self.window_ms(), WINDOW_MS_MAX)
+        ensure(self.window_ms != Some(0), "limits.window", "at least 1")?;
+        at_most("limits.window", self.window_ms(), WINDOW_MS_MAX)
     }
 
     /// Whether no limit is set. The window alone is no limit.

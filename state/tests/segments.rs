@@ -159,9 +159,9 @@ proptest! {
         }
         let open = leases.iter().filter_map(|lease| Some((lease.slot, lease.tip?)));
         prop_assert_eq!(ownership.check(open), Ok(()));
-        let asked: Vec<_> = chains.iter().filter_map(|chain| chain.last().copied()).collect();
+        let tips: Vec<_> = chains.iter().filter_map(|chain| chain.last().copied()).collect();
         let owned = owned(&ownership);
-        for (block, owners) in view.owners(&asked) {
+        for (block, owners) in view.owners(&tips) {
             let expected = owned.iter().filter(|(_, blocks)| blocks.contains(&block));
             let expected: Vec<_> = expected.map(|(slot, _)| Slot(*slot)).collect();
             prop_assert_eq!(owners, expected);

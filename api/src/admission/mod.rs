@@ -22,7 +22,6 @@ pub mod backlog;
 mod metrics;
 mod model_queue;
 mod quota;
-mod redispatch;
 mod serve;
 mod waiter;
 mod wanted_places;
@@ -48,8 +47,8 @@ pub use waiter::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
 use crate::base::clock::{Clock, LogTime};
 use crate::cluster::figures::LongestWait;
 use crate::routing::{
-    Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
-    RoutingRejection, Shares, WantedPlaces,
+    Attempt, Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable,
+    PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
 use metrics::LeaveReason;
 use model_queue::{ModelQueue, users_of};
@@ -554,5 +553,20 @@ impl Admission {
         let queues = self.lock();
         let waiting = queues.by_model.values().map(|line| line.queue.len_of(user));
         waiting.sum()
+    }
+
+    /// Dispatches an admitted request to another backend, even beyond its limit. A gateway sent the
+    /// request there at `then`, because it could not reach the first backend.
+    pub(crate) fn redispatch(
+        &self,
+        decision: &Decision,
+        candidate: &dyn AdmissionRequest,
+        then: Instant,
+    ) -> Attempt {
+        let terms = DispatchTerms {
+            tokens_max: candidate.tokens_max(),
+        };
+        let ask = candidate.ask(&[]);
+        self.dispatcher.dispatch(decision, &ask, terms, then)
     }
 }

@@ -140,7 +140,7 @@ impl Admission {
         let pricing = pricing_of(&registry);
         let now_ms = self.ms_of(now);
         let mut queues = self.lock();
-        let slack = self.slack(&mut queues, &settings, now);
+        let slack = self.slack(&mut queues, now);
         let look = QueueScan {
             rules: self.rules_of(&settings, pricing),
             settings,
@@ -161,9 +161,9 @@ impl Admission {
         self.tidy(&mut queues, &look);
     }
 
-    /// Returns `G`, computed from the settings and the service rate. Updates the gauges for `G` and
+    /// Returns `G`, computed from the service rate. Updates the gauges for `G` and
     /// the fairness bound.
-    fn slack(&self, queues: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
+    fn slack(&self, queues: &mut ModelQueues, now: Instant) -> u64 {
         let (dispatcher, now_ms) = (&self.dispatcher, self.ms_of(now));
         let rate = queues.pace.look(
             dispatcher.priced_tokens(),
@@ -177,11 +177,7 @@ impl Admission {
         let elsewhere = queues.gates.values().map(|gate| gate.users(now_ms));
         let users = u32::try_from(here.sum::<usize>()).unwrap_or(u32::MAX);
         let users = elsewhere.fold(users, u32::saturating_add);
-        let least = match settings.gate_tokens {
-            0 => largest.request,
-            tokens => u64::from(tokens),
-        };
-        let slack = slack_tokens(least, rate, LAG_MS, users);
+        let slack = slack_tokens(largest.request, rate, LAG_MS, users);
         let lagging = rate.saturating_mul(LAG_MS) / 1000;
         let peak = &mut queues.pace.peak;
         let to_make = u64::from(peak.in_flight).saturating_mul(largest.output);

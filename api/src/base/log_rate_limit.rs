@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 /// Limiter that allows a number of lines per period and counts the suppressed ones.
 #[derive(Debug)]
-pub(crate) struct LogRateLimit {
+pub struct LogRateLimit {
     lines_max: u32,
     period: Duration,
     said: Mutex<LoggedLines>,
@@ -25,7 +25,8 @@ struct LoggedLines {
 
 impl LogRateLimit {
     /// Creates a limiter that allows at most `lines_max` lines per `period`.
-    pub(crate) fn new(lines_max: u32, period: Duration) -> Self {
+    #[must_use]
+    pub fn new(lines_max: u32, period: Duration) -> Self {
         Self {
             lines_max,
             period,
@@ -35,7 +36,7 @@ impl LogRateLimit {
 
     /// Decides whether a line may be written. If so, returns the number of lines suppressed since
     /// the last line that was allowed; `None` if this line is to be suppressed.
-    pub(crate) fn try_acquire(&self) -> Option<u64> {
+    pub fn try_acquire(&self) -> Option<u64> {
         // The counts are consistent between any two changes.
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();

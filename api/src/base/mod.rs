@@ -1,5 +1,5 @@
 //! Small parts that every room may use: the clock, printable text, limits on log lines.
 
 pub mod clock;
-pub(super) mod log_rate_limit;
+pub mod log_rate_limit;
 pub mod printable;

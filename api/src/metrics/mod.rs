@@ -6,7 +6,7 @@
 //! scrapes. Labels come only from the config or the registry: never a user, key, prompt or block.
 
 mod backends;
-pub(crate) mod text;
+pub mod text;
 mod users;
 
 use std::fmt;

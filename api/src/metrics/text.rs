@@ -5,9 +5,9 @@
 //! are missing.
 
 /// Content type of OpenMetrics text.
-pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Content type of Prometheus' text format.
-pub(crate) const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+pub const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Converts OpenMetrics text into Prometheus' text format.
 pub(super) fn prometheus_text(open: &str) -> String {
@@ -51,7 +51,8 @@ fn push_line(out: &mut String, parts: &[&str]) {
 
 /// Whether the values of `accept` headers prefer OpenMetrics to plain text. A wildcard counts as
 /// plain text; equal weights count as a preference for OpenMetrics.
-pub(crate) fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a str>) -> bool {
+#[must_use]
+pub fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a str>) -> bool {
     let (mut open, mut text) = (0, 0);
     for range in accept.flat_map(|value| value.split(',')) {
         let mut parts = range.split(';').map(str::trim);

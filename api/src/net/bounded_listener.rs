@@ -18,14 +18,17 @@ const PAUSE: Duration = Duration::from_millis(50);
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
 /// An accepted connection with its permit. Dropping the permit makes room for another one.
-pub(crate) struct BoundedConnection {
-    pub(crate) stream: TcpStream,
-    pub(crate) peer: SocketAddr,
-    pub(crate) place: OwnedSemaphorePermit,
+pub struct BoundedConnection {
+    /// The connection.
+    pub stream: TcpStream,
+    /// Address of the client.
+    pub peer: SocketAddr,
+    /// Permit of the connection.
+    pub place: OwnedSemaphorePermit,
 }
 
 /// A listener that limits its open connections.
-pub(crate) struct BoundedListener {
+pub struct BoundedListener {
     listener: TcpListener,
     places: Arc<Semaphore>,
     /// Name of the kind of clients, for the log.
@@ -34,11 +37,9 @@ pub(crate) struct BoundedListener {
 }
 
 impl BoundedListener {
-    pub(crate) fn new(
-        listener: TcpListener,
-        connections_max: usize,
-        clients: &'static str,
-    ) -> Self {
+    /// Creates a listener with at most `connections_max` open connections.
+    #[must_use]
+    pub fn new(listener: TcpListener, connections_max: usize, clients: &'static str) -> Self {
         Self {
             listener,
             places: Arc::new(Semaphore::new(connections_max)),
@@ -48,7 +49,7 @@ impl BoundedListener {
     }
 
     /// Waits for a permit, then accepts the next connection. Cancellation safe.
-    pub(crate) async fn accept(&self) -> BoundedConnection {
+    pub async fn accept(&self) -> BoundedConnection {
         loop {
             match self.next().await {
                 Ok(accepted) => return accepted,
@@ -65,7 +66,7 @@ impl BoundedListener {
 
     /// Accepts a backlogged connection if there is a permit, without waiting. Closing the listener
     /// resets the others.
-    pub(crate) fn accept_waiting(&self) -> Option<BoundedConnection> {
+    pub fn accept_waiting(&self) -> Option<BoundedConnection> {
         self.next().now_or_never()?.ok()
     }
 

@@ -1,5 +1,5 @@
 //! Listeners, address prefixes and TLS.
 
-pub(super) mod bounded_listener;
+pub mod bounded_listener;
 pub(super) mod ip_prefix;
 pub mod tls;

@@ -168,7 +168,7 @@ impl Proxy {
         request_metrics: &mut RequestMetricsGuard,
         user: &mut Option<UserKey>,
     ) -> Result<ForwardResult, ProxyError> {
-        let requests_max = self.limits.load().requests_max;
+        let requests_max = self.limits.load().requests();
         let mut held = self.held_body();
         let (holder, body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await {
             Ok(Intake::Whole(holder, bytes)) => (holder, bytes),
@@ -271,13 +271,13 @@ impl Proxy {
             Route::Stored(_) => Ok(Intake::Stored(holder)),
             Route::Engine => {
                 let limits = **self.limits.load();
-                let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
+                let is_full = self.metrics.in_flight.get() >= signed(limits.requests());
                 // This request counts as one of them.
                 let reading = self.metrics.reading.get();
-                if is_full || reading > signed(limits.reading_max) {
+                if is_full || reading > signed(limits.reading()) {
                     return Err(ProxyError::Overloaded);
                 }
-                let reading_max = signed(limits.reading_max / 2);
+                let reading_max = signed(limits.reading() / 2);
                 let upload = BodyReader {
                     timeouts: &self.settings.timeouts,
                     bytes_max: limits.body_bytes_max,

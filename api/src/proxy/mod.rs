@@ -37,20 +37,19 @@ use std::sync::atomic::AtomicU64;
 use arc_swap::ArcSwap;
 use http::HeaderValue;
 use state::StateView;
-use state::admission::RetryAllowance;
 use tokio_util::task::TaskTracker;
 
 pub use crate::net::ip_prefix::{IpPrefix, IpPrefixError};
-pub(crate) use limits::clients::client_of;
+pub use limits::clients::client_of;
 pub use listen::server::{DrainResult, Server};
 pub use record::access::ACCESS_TARGET;
 pub use record::decisions::DecisionLog;
+pub use record::decisions::DecisionLogSize;
 pub use record::metrics::{
     ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds, StatusLabel,
 };
-pub(crate) use record::recorder::{RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
-pub use record::request_record::RequestRecord;
-pub(crate) use record::request_record::{DecidedAttempt, RequestEnd};
+pub use record::recorder::{Recorder, RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
+pub use record::request_record::{DecidedAttempt, RequestEnd, RequestRecord};
 pub use request::client_request::{ClientRequest, RequestHead, RequestReader};
 pub use request::identify::{RequestOrigin, UserSource};
 pub use request::routes::{INFERENCE_PATHS, is_plain};
@@ -62,7 +61,7 @@ pub use settings::reserved_fields::{
 };
 pub use settings::{
     Charges, DECISIONS_MAX, Expose, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
-    ProxySettings, ProxyTimeouts, UsageRequest,
+    ProxySettings, ProxyTimeouts, RetrySettings, UsageRequest,
 };
 
 use self::limits::clients::{ClientTable, UserRequests};
@@ -112,16 +111,14 @@ impl Proxy {
         settings: ProxySettings,
         metrics: Arc<ProxyMetrics>,
     ) -> Self {
-        let pool = Pool::new(settings.pool, metrics.pool.clone());
+        let pool = Pool::new(settings.pool(), metrics.pool.clone());
         let pool = pool.through(backends.dialer().clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
         let limits = &settings.limits;
-        let clients = ClientTable::new(
-            limits.connections_per_address_max,
-            limits.requests_per_address_max,
-        );
-        let users = UserRequests::new(limits.requests_per_user_max);
-        let budget = RetryBudget::new(settings.retry_allowance);
+        let (connections, requests) = limits.per_address();
+        let clients = ClientTable::new(connections, requests);
+        let users = UserRequests::new(limits.per_user());
+        let budget = RetryBudget::new(settings.retry.allowance());
         let clock = router.clock().clone();
         let is_logged = settings.logged_requests != LoggedRequests::Off;
         let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
@@ -180,17 +177,15 @@ impl Proxy {
     /// limits on all connections, on the streams of a connection and, for HTTP clients, on request
     /// heads keep their first value.
     pub fn replace_limits(&self, limits: ProxyLimits) {
-        self.clients.limit(
-            limits.connections_per_address_max,
-            limits.requests_per_address_max,
-        );
-        self.users.limit(limits.requests_per_user_max);
+        let (connections, requests) = limits.per_address();
+        self.clients.limit(connections, requests);
+        self.users.limit(limits.per_user());
         self.limits.store(Arc::new(limits));
     }
 
     /// Replaces the allowance of the retry budgets for later retries.
-    pub fn replace_retry_allowance(&self, allowance: RetryAllowance) {
-        self.budget.replace(allowance);
+    pub fn replace_retry_budget(&self, retry: &RetrySettings) {
+        self.budget.replace(retry.allowance());
     }
 
     /// Asks up to `count` client connections without a request to close, the longest idle first, to
@@ -203,6 +198,6 @@ impl Proxy {
 
     /// Returns a counter of a body's bytes in memory, which lives until the response begins.
     fn held_body(&self) -> HeldBodyBytes {
-        HeldBodyBytes::none(&self.held_bytes, self.limits.load().held_bytes_max)
+        HeldBodyBytes::none(&self.held_bytes, self.limits.load().held_bytes())
     }
 }

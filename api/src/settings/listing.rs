@@ -15,7 +15,7 @@ use state::admission::AdmissionSettings;
 use state::command::{BackendSpec, UserDefaults};
 use state::policy::{PolicyConfig, RoutingSettings};
 
-use super::{AdmissionForm, UserDefaultsForm};
+use super::UserDefaultsForm;
 
 /// Key of a replicated setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,7 +42,7 @@ pub enum SettingKey {
         /// Name of the setting.
         name: String,
     },
-    /// A key of `[admission]`, as a path: `sla.inter_token`.
+    /// A key of `[admission]`, as a path: `max_wait`.
     Admission(String),
     /// A key of `[users.defaults]`, as a path: `limits.requests`.
     UserDefault(String),
@@ -126,7 +126,7 @@ impl ReplicatedSettings<'_> {
                 values.insert(key, value);
             }
         }
-        let admission = leaves(&AdmissionForm::from(self.admission));
+        let admission = leaves(self.admission);
         values.extend(admission.map(|(path, value)| (SettingKey::Admission(path), value)));
         let defaults = leaves(&UserDefaultsForm::from(self.user_defaults));
         values.extend(defaults.map(|(path, value)| (SettingKey::UserDefault(path), value)));
@@ -348,18 +348,18 @@ mod tests {
         assert_eq!(told(&[]), Vec::<String>::new());
         let same = [
             (SettingKey::Policy, json!("cost")),
-            (setting("cost", "near_permille"), json!(20)),
+            (setting("cost", "prefill_ns_per_token"), json!(100_000)),
             (SettingKey::Admission("max_wait".to_owned()), json!("10s")),
             (SettingKey::Routing("learn".to_owned()), json!(true)),
         ];
         assert_eq!(told(&same), Vec::<String>::new());
         let other = [
-            (setting("cost", "near_permille"), json!(5)),
+            (setting("cost", "prefill_ns_per_token"), json!(5)),
             // The policy `lmetric` is not in use.
-            (setting("lmetric", "near_permille"), json!(5)),
+            (setting("lmetric", "base_tokens"), json!(5)),
             (model("lmetric", "base_tokens"), json!(7)),
             (SettingKey::ModelPolicy("n".to_owned()), json!("random")),
-            (SettingKey::Admission("sla.min_batch".to_owned()), json!(2)),
+            (SettingKey::Admission("bins".to_owned()), json!(2)),
             (SettingKey::UserDefault("budget.day".to_owned()), json!(9)),
             (SettingKey::UserDefault("cache".to_owned()), json!("shared")),
             (backend("url"), json!("http://a:1")),
@@ -367,17 +367,17 @@ mod tests {
             (backend("capacity_blocks"), json!(5)),
         ];
         let expected = [
-            "routing.cost.near_permille: file 5, cluster 20",
+            "routing.cost.prefill_ns_per_token: file 5, cluster 100000",
             "models.n.policy: file \"random\", cluster nothing",
             "models.m.lmetric.base_tokens: file 7, cluster 256",
-            "admission.sla.min_batch: file 2, cluster 1",
+            "admission.bins: file 2, cluster 1",
             "users.defaults.budget.day: file 9, cluster nothing",
             "backends.gpu-1.url: file \"http://a:1\", cluster nothing",
         ];
         assert_eq!(told(&other), expected);
         let policy = [
             (SettingKey::Policy, json!("lmetric")),
-            (setting("lmetric", "near_permille"), json!(5)),
+            (setting("lmetric", "base_tokens"), json!(5)),
         ];
         let expected = ["routing.policy: file \"lmetric\", cluster \"cost\""];
         assert_eq!(told(&policy), expected);
@@ -399,12 +399,12 @@ mod tests {
         let keys: Vec<String> = values.keys().map(ToString::to_string).collect();
         for key in [
             "routing.policy",
-            "routing.cost.near_permille",
+            "routing.cost.prefill_ns_per_token",
             "routing.prediction_off_permille",
             "models.m.policy",
             "models.m.lmetric.base_tokens",
             "admission.max_queue",
-            "admission.user_limits.window",
+            "admission.inter_token",
             "users.defaults.weight_milli",
             "users.defaults.limits.window",
             "users.defaults.budget.month",

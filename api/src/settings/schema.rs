@@ -5,12 +5,12 @@ use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
 
-use super::form::{FormLookup, NamedForm};
+use state::form::{FormLookup, NamedForm};
 
 /// An unknown key, or a key with an invalid value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SettingError {
-    /// Path of the key, such as `sla.inter_token`; empty for the document itself.
+    /// Path of the key, such as `limits.window`; empty for the document itself.
     pub key: String,
     /// Description of the value, or `an unknown key`.
     pub found: String,
@@ -276,6 +276,7 @@ fn integer_bounds(map: &mut Map<String, Value>) {
         Some("uint8") => (0, i64::from(u8::MAX)),
         Some("uint16") => (0, i64::from(u16::MAX)),
         Some("uint32") => (0, i64::from(u32::MAX)),
+        Some("uint") => (0, i64::from(u32::MAX)),
         Some("uint64") => (0, i64::MAX),
         Some("int16") => (i64::from(i16::MIN), i64::from(i16::MAX)),
         _ => return,

@@ -9,10 +9,11 @@ use serde_json::Value;
 use smart_default::SmartDefault;
 use state::budgets::Budget;
 use state::caches::CacheScope;
-use state::command::{Rejection, UserDefaults};
+use state::command::UserDefaults;
+use state::quotas::UserLimits;
 use state::users::WEIGHT_MILLI_DEFAULT;
 
-use super::admission::{UserLimitsForm, read_form};
+use super::admission::{misfit, read_settings};
 use super::form;
 use super::schema::{SettingError, schema_of};
 
@@ -33,8 +34,8 @@ pub struct UserDefaultsForm {
     /// alone.
     #[schemars(length(min = 1))]
     pub cache_group: Option<String>,
-    /// Limits of users without their own; the same as `[admission.user_limits]`.
-    pub limits: UserLimitsForm,
+    /// Limits of users without their own.
+    pub limits: UserLimits,
     /// Budget of users without their own.
     pub budget: Budget,
 }
@@ -58,7 +59,7 @@ impl UserDefaultsForm {
     /// # Errors
     /// Every fault, at least one.
     pub fn read(document: &Value) -> Result<Self, Vec<SettingError>> {
-        let read: Self = read_form(&SCHEMA, document)?;
+        let read: Self = read_settings(&SCHEMA, document)?;
         match read.misfit() {
             Some(fault) => Err(vec![fault]),
             None => Ok(read),
@@ -75,17 +76,7 @@ impl UserDefaultsForm {
                 expected: "none where cache is not \"isolated\"".to_owned(),
             });
         }
-        let Err(Rejection::Invalid { field, expected }) = self.settings().validate() else {
-            return None;
-        };
-        let key = field.replace("window_ms", "window");
-        let values = serde_json::to_value(self).unwrap_or_default();
-        let found = values.pointer(&format!("/{}", key.replace('.', "/")));
-        Some(SettingError {
-            found: found.unwrap_or_default().to_string(),
-            key,
-            expected,
-        })
+        misfit(self, self.settings().validate())
     }
 
     /// Returns the settings as the log has them.
@@ -93,7 +84,7 @@ impl UserDefaultsForm {
     pub fn settings(&self) -> UserDefaults {
         UserDefaults {
             weight_milli: self.weight_milli,
-            limits: self.limits.limits(),
+            limits: self.limits,
             budget: self.budget,
             cache: match (self.cache, &self.cache_group) {
                 (DefaultCache::Shared, _) => CacheScope::Shared,
@@ -115,7 +106,7 @@ impl From<&UserDefaults> for UserDefaultsForm {
             weight_milli: defaults.weight_milli,
             cache,
             cache_group,
-            limits: UserLimitsForm::from(&defaults.limits),
+            limits: defaults.limits,
             budget: defaults.budget,
         }
     }
@@ -124,7 +115,6 @@ impl From<&UserDefaults> for UserDefaultsForm {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
-    use state::quotas::UserLimits;
 
     use super::*;
 

@@ -11,8 +11,6 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use state::ids::ApiKeyId;
 use state::keys::SecretHash;
@@ -72,18 +70,6 @@ pub fn is_of_cluster(key: &[u8]) -> bool {
     let random = key.strip_prefix(SECRET_PREFIX.as_bytes());
     let is_of_base64 = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
     random.is_some_and(|it| it.len() == SECRET_CHARACTERS && it.iter().all(is_of_base64))
-}
-
-/// What to do with requests that carry a key while the list of keys is stale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum WhenStale {
-    /// Serve the requests by the list as it is.
-    #[default]
-    Serve,
-    /// Refuse the requests, so that a revoked key is never served for longer than the list may be
-    /// stale.
-    Refuse,
 }
 
 /// Age of this replica's key list: time since the last message of a leader with a quorum whose
@@ -161,10 +147,8 @@ impl KeyListAge {
 pub struct KeyRules {
     /// Whether requests need a valid key, from the cluster or from this replica's file.
     pub is_required: bool,
-    /// Treatment of requests with a cluster key while the list is stale.
-    pub when_stale: WhenStale,
-    /// Age from which the list is stale.
-    pub stale_after: Duration,
+    /// Age of the list from which requests with a cluster key are refused. `None`: never.
+    pub refuse_stale_after: Option<Duration>,
     /// Age of this replica's key list.
     pub list: Arc<ListAge>,
 }
@@ -173,8 +157,7 @@ impl Default for KeyRules {
     fn default() -> Self {
         Self {
             is_required: false,
-            when_stale: WhenStale::default(),
-            stale_after: STALE_AFTER,
+            refuse_stale_after: None,
             list: Arc::default(),
         }
     }
@@ -184,12 +167,11 @@ impl KeyRules {
     /// Whether requests with keys of the cluster are refused at present.
     #[must_use]
     pub fn refuses(&self) -> bool {
-        self.when_stale == WhenStale::Refuse && self.list.age().is_stale(self.stale_after)
+        let after = self.refuse_stale_after;
+        after.is_some_and(|after| self.list.age().is_stale(after))
     }
 }
 
-/// Default age from which the list is stale.
-pub const STALE_AFTER: Duration = Duration::from_secs(10);
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -39,7 +39,7 @@ impl UserName {
     }
 
     /// Returns the user's key under the cluster's seed.
-    pub(crate) fn key(&self, hash_seed: u64) -> UserKey {
+    pub fn key(&self, hash_seed: u64) -> UserKey {
         user_key(hash_seed, &self.0)
     }
 }

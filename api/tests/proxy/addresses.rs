@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use api::engines::backends::{EngineAddressRules, EngineDialer, EngineKeys, ProbeSettings};
+use api::engines::backends::{
+    Backends, EngineAddressRules, EngineDialer, EngineKeys, ProbeSettings,
+};
 use api::proxy::ProxySettings;
 use http::HeaderValue;
 use state::command::{BackendSpec, Command};
@@ -29,11 +31,11 @@ async fn requests_and_probes_are_sent_below_the_urls_path() {
     let mut keys = EngineKeys::default();
     keys.add("e0", &url, HeaderValue::from_static("Bearer of-engine"));
     let probes = ProbeSettings {
-        keys,
         interval: Duration::from_millis(50),
         ..ProbeSettings::default()
     };
-    let fleet = Fleet::start_probed(&[&engine], probes).await;
+    let backends = Backends::new(probes).dialing(keys, EngineDialer::default());
+    let fleet = Fleet::start_probed_by(&[&engine], backends).await;
     fleet.apply(at(url));
     let asked = |what: &str| {
         let seen = engine.requests();
@@ -83,11 +85,11 @@ async fn no_request_is_sent_to_a_disallowed_address() {
     let engine = engine().await;
     let dialer = EngineDialer::default();
     let probes = ProbeSettings {
-        dialer: dialer.clone(),
         interval: Duration::from_millis(50),
         ..ProbeSettings::default()
     };
-    let fleet = Fleet::start_probed(&[&engine], probes).await;
+    let backends = Backends::new(probes).dialing(EngineKeys::default(), dialer.clone());
+    let fleet = Fleet::start_probed_by(&[&engine], backends).await;
     // By its host name, which the registry cannot check.
     let port = engine.address.port();
     fleet.apply(at(format!("http://localhost:{port}")));

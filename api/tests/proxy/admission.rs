@@ -240,8 +240,8 @@ async fn a_full_queue_and_a_long_wait_are_refused() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let settings = AdmissionSettings {
-        queue_max: 1,
-        wait_ms_max: 100,
+        max_queue: 1,
+        max_wait_ms: 100,
         ..one_at_a_time()
     };
     let fleet = fleet(&[&engine], settings).await;
@@ -260,7 +260,7 @@ async fn the_queue_is_bounded() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let settings = AdmissionSettings {
-        queue_max: 1,
+        max_queue: 1,
         ..one_at_a_time()
     };
     let fleet = fleet(&[&engine], settings).await;

@@ -299,7 +299,7 @@ async fn bodies_beyond_the_buffer_limit_are_refused() {
     let request = chat("");
     let body_bytes = request.split_once("\r\n\r\n").unwrap().1.len() as u64;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
-        settings.limits.held_bytes_max = body_bytes;
+        settings.limits.held_bytes_max = Some(body_bytes);
     })
     .await;
     let mut first = fleet.client().await;

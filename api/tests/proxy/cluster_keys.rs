@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use api::base::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
-use api::users::api_keys::{ListAge, NewSecret, WhenStale, draw_id};
+use api::users::api_keys::{ListAge, NewSecret, draw_id};
 use serde_json::json;
 use state::command::Command;
 use state::ids::{ApiKeyId, ReplicaId};
@@ -219,13 +219,13 @@ async fn required_keys_may_come_from_cluster_or_file() {
 #[tokio::test]
 async fn a_stale_key_list_is_used_as_configured() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
-    for (when_stale, status) in [(WhenStale::Serve, 200), (WhenStale::Refuse, 503)] {
+    for (refuse_stale_after, status) in [(None, 200), (Some(Duration::from_secs(10)), 503)] {
         let is_heard = Arc::new(AtomicBool::new(false));
         let heard = Arc::clone(&is_heard);
         let confirmed = move || heard.load(Ordering::Relaxed).then(Instant::now);
         let list = Arc::new(ListAge::of(Duration::from_secs(1), confirmed));
         let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
-            settings.keys.when_stale = when_stale;
+            settings.keys.refuse_stale_after = refuse_stale_after;
             settings.keys.list = Arc::clone(&list);
         })
         .await;

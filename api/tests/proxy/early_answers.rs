@@ -105,7 +105,7 @@ async fn the_body_of_a_refused_http2_request_is_still_read() {
 
     let (_engine, fleet) = start(|settings| {
         settings.trusted_proxies.clear();
-        settings.limits.requests_per_address_max = 0;
+        settings.limits.requests_per_address_max = Some(0);
         settings.timeouts.refused_body = PATIENT;
     })
     .await;
@@ -128,7 +128,7 @@ async fn a_refused_body_that_never_arrives_is_abandoned() {
 async fn an_address_at_its_limit_can_read_its_refusal() {
     let (_engine, fleet) = start(|settings| {
         settings.trusted_proxies.clear();
-        settings.limits.requests_per_address_max = 0;
+        settings.limits.requests_per_address_max = Some(0);
         settings.timeouts.refused_body = PATIENT;
     })
     .await;

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use api::admin::Admin;
+use admin::Admin;
 use api::admission::Admission;
 use api::base::clock::Clock;
 use api::cluster::events::EventBus;
-use api::engines::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
+use api::engines::backends::{Backends, EngineDialer, EngineKeys, Health, Hooks, ProbeSettings};
 use api::ports::{BoxFuture, ChangeError, Cluster, ClusterStatus, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
@@ -80,16 +80,19 @@ impl Fleet {
         drain_deadline: Duration,
         change: impl FnOnce(&mut ProxySettings),
     ) -> Self {
-        let probes = ProbeSettings {
-            keys,
-            ..ProbeSettings::default()
-        };
-        Self::start_as(engines, probes, drain_deadline, change).await
+        let backends = Backends::new(ProbeSettings::default());
+        let backends = backends.dialing(keys, EngineDialer::default());
+        Self::start_of(characters(), engines, backends, drain_deadline, change).await
     }
 
     /// Starts with real probes of the engines; returns once each was probed.
     pub(crate) async fn start_probed(engines: &[&Engine], probes: ProbeSettings) -> Self {
-        let fleet = Self::start_as(engines, probes, PATIENT, |_| {}).await;
+        Self::start_probed_by(engines, Backends::new(probes)).await
+    }
+
+    /// Starts like [`Fleet::start_probed`] with these probes.
+    pub(crate) async fn start_probed_by(engines: &[&Engine], backends: Backends) -> Self {
+        let fleet = Self::start_of(characters(), engines, backends, PATIENT, |_| {}).await;
         let hooks = Hooks {
             tokens_per_block: Arc::new(|_| 16.0),
             token_block_size: Arc::new(|_| None),
@@ -112,22 +115,14 @@ impl Fleet {
 
     /// Starts with prompts cut into blocks by `models`.
     pub(crate) async fn start_cutting(engines: &[&Engine], models: ModelSettings) -> Self {
-        Self::start_of(models, engines, ProbeSettings::default(), PATIENT, |_| {}).await
-    }
-
-    async fn start_as(
-        engines: &[&Engine],
-        probes: ProbeSettings,
-        drain_deadline: Duration,
-        change: impl FnOnce(&mut ProxySettings),
-    ) -> Self {
-        Self::start_of(characters(), engines, probes, drain_deadline, change).await
+        let backends = Backends::new(ProbeSettings::default());
+        Self::start_of(models, engines, backends, PATIENT, |_| {}).await
     }
 
     async fn start_of(
         models: ModelSettings,
         engines: &[&Engine],
-        probes: ProbeSettings,
+        backends: Backends,
         drain_deadline: Duration,
         change: impl FnOnce(&mut ProxySettings),
     ) -> Self {
@@ -137,7 +132,7 @@ impl Fleet {
             states: vec![state],
             last: 0,
         })));
-        let router = router_of(models, ReplicaId(1), view, Backends::new(probes), true);
+        let router = router_of(models, ReplicaId(1), view, backends, true);
         let mut settings = ProxySettings::new(ReplicaId(1));
         settings.expose = Expose::Full;
         change(&mut settings);
@@ -421,7 +416,7 @@ fn admin(
         keys: api::users::api_keys::KeyRules::default(),
         is_insecure: false,
     };
-    api::admin::router(Arc::new(Admin {
+    admin::router(Arc::new(Admin {
         cluster: Arc::clone(log) as Arc<dyn Cluster>,
         view: Arc::clone(router.view()),
         decider: Arc::clone(router.decider()),

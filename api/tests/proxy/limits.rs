@@ -49,7 +49,7 @@ async fn requests_without_a_body_take_no_reading_place() {
 #[tokio::test]
 async fn body_timeouts_shorten_when_many_bodies_are_pending() {
     let (_engine, fleet) = start(|settings| {
-        settings.limits.reading_max = 4;
+        settings.limits.reading_max = Some(4);
         settings.timeouts.body_idle_crowded = Duration::from_millis(20);
     })
     .await;
@@ -75,7 +75,7 @@ async fn clients_without_a_key_take_no_reading_place() {
         keys.add("sk-right", None);
         settings.api_keys = Some(keys);
         settings.limits.requests_max = 1;
-        settings.limits.reading_max = 1;
+        settings.limits.reading_max = Some(1);
         settings.timeouts.refused_body = Duration::from_secs(60);
     })
     .await;
@@ -122,7 +122,7 @@ async fn a_connection_with_a_partial_head_is_closed_for_a_new_one() {
 async fn connections_per_address_are_bounded() {
     let (_engine, fleet) = start(|settings| {
         settings.trusted_proxies.clear();
-        settings.limits.connections_per_address_max = 1;
+        settings.limits.connections_per_address_max = Some(1);
     })
     .await;
     let mut first = fleet.client().await;
@@ -139,7 +139,7 @@ async fn connections_per_address_are_bounded() {
 async fn requests_per_address_are_bounded_except_for_proxies() {
     for (is_trusted, status) in [(false, 429), (true, 200)] {
         let (_engine, fleet) = start(|settings| {
-            settings.limits.requests_per_address_max = 1;
+            settings.limits.requests_per_address_max = Some(1);
             if !is_trusted {
                 settings.trusted_proxies.clear();
             }
@@ -164,7 +164,7 @@ async fn requests_per_user_are_bounded() {
     })
     .await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
-        settings.limits.requests_per_user_max = 1;
+        settings.limits.requests_per_user_max = Some(1);
     })
     .await;
     let of = |user: &str| chat("").replace("host: ", &format!("x-quorate-user: {user}\r\nhost: "));
@@ -183,7 +183,7 @@ async fn requests_per_user_are_bounded() {
 async fn an_unserved_path_is_refused_before_its_body() {
     let (_engine, fleet) = start(|settings| {
         settings.limits.requests_max = 1;
-        settings.limits.reading_max = 1;
+        settings.limits.reading_max = Some(1);
         settings.timeouts.refused_body = Duration::from_secs(60);
     })
     .await;

@@ -61,7 +61,8 @@ async fn a_silent_picker_stream_is_ended() {
 #[tokio::test(start_paused = true)]
 async fn a_body_stays_buffered_until_its_response_begins() {
     let held_bytes_max = CHAT.len() as u64;
-    let (fleet, picking) = here(|settings| settings.limits.held_bytes_max = held_bytes_max).await;
+    let (fleet, picking) =
+        here(|settings| settings.limits.held_bytes_max = Some(held_bytes_max)).await;
     let first = picked(&picking).await;
     let mut second = picking.open().unwrap();
     second.ask(CHAT, 1000, plain()).await;
@@ -244,7 +245,7 @@ async fn a_slowly_reading_gateway_does_not_keep_its_engine() {
 async fn picker_streams_are_bounded_by_the_request_limit() {
     let (fleet, picking) = here(|settings| {
         settings.limits.requests_max = 1;
-        settings.limits.reading_max = 1;
+        settings.limits.reading_max = Some(1);
     })
     .await;
     let open = [picking.open().unwrap(), picking.open().unwrap()];

@@ -106,8 +106,8 @@ async fn an_exhausted_retry_budget_ends_retries() {
         Engine::always(refusal()).await,
     ];
     let fleet = Fleet::start_with(&[&full[0], &full[1]], Duration::ZERO, |settings| {
-        settings.retry_allowance.percent = 0;
-        settings.retry_allowance.concurrency_min = 0;
+        settings.retry.budget_percent = 0;
+        settings.retry.concurrency_min = 0;
     })
     .await;
     assert_eq!(fleet.client().await.ask(chat("")).await.status, 503);

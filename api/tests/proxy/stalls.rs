@@ -149,7 +149,7 @@ async fn buffered_bytes_of_all_answers_are_bounded() {
     let engine = Engine::always(long(usage_chunk())).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.limits.read_ahead_bytes_max = 64 * 1024 * 1024;
-        settings.limits.held_bytes_max = 1024 * 1024;
+        settings.limits.held_bytes_max = Some(1024 * 1024);
         settings.timeouts.held_back = Duration::from_millis(50);
     })
     .await;

@@ -23,14 +23,11 @@ from subjects import BACKEND, QUORATE, wait_for_leader
 WARM_REQUESTS = 12_000
 CONNECTIONS = 16
 PROMPT = "All prompts of this measurement begin alike. " * 22
-# Limits that admit all connections and requests of a row.
+# Limits that admit all connections and requests of a row, half of which one user may have.
 ROOM = """
 [limits]
 max_connections = 32768
-max_connections_per_address = 32768
-max_requests = 32768
-max_requests_per_address = 32768
-max_requests_per_user = 32768
+max_requests = 65536
 """
 FEW_PLACES = """
 [admission]

@@ -83,7 +83,7 @@ targets! {
     api_discovery_file: api::fuzzing::discovery_file, api::fuzzing::discovery_file_seeds;
     api_pod_events: api::fuzzing::pod_events, api::fuzzing::pod_events_seeds;
     api_peer_reports: api::fuzzing::peer_reports, api::fuzzing::peer_reports_seeds;
-    api_admin_body: api::fuzzing::admin_body, api::fuzzing::admin_body_seeds;
+    api_admin_body: admin::fuzzing::admin_body, admin::fuzzing::admin_body_seeds;
     api_backup_file: backup::file, backup::file_seeds;
     node_exchange: node::fuzzing::exchange, node::fuzzing::exchange_seeds;
     node_config: node::fuzzing::config, node::fuzzing::config_seeds, mutations = 60;

@@ -271,6 +271,7 @@ fn user_commands(backend: BackendRef) -> [Command; 8] {
                 month: None,
             }),
             models: Some(vec!["m*".to_owned()]),
+            cache: Some(Some(CacheScope::Own)),
         })),
         learnt(backend),
         Command::SetCacheScope {

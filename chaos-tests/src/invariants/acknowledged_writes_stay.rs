@@ -7,7 +7,7 @@ use crate::oracle::history::{Action, Operation, OperationResult};
 use crate::oracle::linear::effective;
 use crate::oracle::model::CommandEffect;
 use crate::oracle::search::plain;
-use state::command::{Command, Committed, Reply};
+use state::command::{Committed, Reply};
 
 /// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I29";

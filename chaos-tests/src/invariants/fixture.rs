@@ -5,14 +5,13 @@ use std::collections::BTreeMap;
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
 use state::command::{
-    BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, LeaseOutcome as Ending, Origin,
-    Reply, UserSpec,
+    BackendSpec, Charge, Command, Committed, Envelope, Founding, Item, Lane,
+    LeaseOutcome as Ending, Origin, Reply, UserSpec,
 };
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId};
 use state::kv_events::{KvMode, KvPosition};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::user_key;
-use state::users::FairnessSettings;
 
 use crate::oracle::RunRecord;
 use crate::oracle::history::{Action, OperationResult};

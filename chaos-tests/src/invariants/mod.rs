@@ -35,8 +35,6 @@ pub mod time_as_stamped;
 pub mod time_passes;
 pub mod writes_happen_once;
 
-use state::command::Command;
-
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use lab::rng::Rng;
-use node::config::{self, Config, Formation, Origin, Parsed};
+use node::config::{self, Config, Formation, Origin};
 use state::policy::PolicyConfig;
 
 use super::network::address_of;
@@ -125,17 +125,17 @@ impl WorldPlan {
         let mut config = config::load(&origin)?.config;
         let timeout = self.election_ms.start..self.election_ms.end;
         let ms = Duration::from_millis;
-        config.cluster.heartbeat = Parsed(ms(self.heartbeat_ms));
-        config.cluster.election_timeout = Parsed(ms(timeout.start)..ms(timeout.end));
-        config.cluster.flush_interval = Parsed(ms(self.flush_ms));
+        config.cluster.heartbeat = ms(self.heartbeat_ms);
+        config.cluster.election_timeout = ms(timeout.start)..ms(timeout.end);
+        config.cluster.flush_interval = ms(self.flush_ms);
         config.cluster.snapshot_every = self.snapshot_every;
-        config.cluster.snapshot_every_bytes = Parsed(self.snapshot_every_bytes);
+        config.cluster.snapshot_every_bytes = self.snapshot_every_bytes;
         if self.fleet == FleetKind::Scaled {
             config.cluster.auto_promote = true;
-            config.cluster.promote_after = Parsed(ms(1000));
+            config.cluster.promote_after = ms(1000);
             config.cluster.voters_max = self.voters_max();
             config.cluster.statefulset.name = Some("quorate".to_owned());
-            config.cluster.statefulset.remove_absent_after = Parsed(ms(3000));
+            config.cluster.statefulset.remove_absent_after = ms(3000);
         }
         config.policy = PolicyConfig::defaults()[self.policy].clone();
         config.models = vec![ModelSettings {

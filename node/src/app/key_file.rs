@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use api::admin::AdminTokens;
+use admin::AdminTokens;
 use api::files::file_stamp::{FileStamp, look_regularly};
 use api::proxy::ApiKeys;
 use tokio_util::sync::CancellationToken;

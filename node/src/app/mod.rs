@@ -17,9 +17,9 @@ mod log_format;
 mod log_metrics;
 mod machine;
 pub mod offline;
+mod options;
 mod picker;
 mod ports;
-mod raft_options;
 mod ranks;
 mod readers;
 mod registration;
@@ -40,13 +40,12 @@ pub use server::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
-use api::admin::{LogLevelControl, ReloadRequests};
+use admin::{LogLevelControl, ReloadRequests};
 use api::net::tls::CertificateWatch;
 use api::settings::SharedFileSettings;
 
 use self::tls::ReplicaCertificates;
 use crate::config::Config;
-use crate::telemetry::AccessFileMetrics;
 
 /// A replica whose sockets are bound, but which is not started yet.
 pub struct App {
@@ -57,7 +56,6 @@ pub struct App {
     reload: ReloadHandle,
     reload_requests: Option<ReloadRequests>,
     log_level: Option<LogLevelControl>,
-    access_file: AccessFileMetrics,
     tls: ReplicaCertificates,
 }
 
@@ -89,7 +87,6 @@ impl App {
             reload: ReloadHandle::default(),
             reload_requests: None,
             log_level: None,
-            access_file: AccessFileMetrics::default(),
         })
     }
 
@@ -126,15 +123,6 @@ impl App {
     pub fn logging_by(self, control: LogLevelControl) -> Self {
         Self {
             log_level: Some(control),
-            ..self
-        }
-    }
-
-    /// Exposes the metrics of the access log's file at the admin listener.
-    #[must_use]
-    pub fn with_access_file(self, metrics: AccessFileMetrics) -> Self {
-        Self {
-            access_file: metrics,
             ..self
         }
     }

@@ -8,8 +8,8 @@ use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use admin::explain_offline;
 use anyhow::{Context, bail};
-use api::admin::explain_offline;
 use api::engines::backends::{Backends, Health};
 use api::files::backup::FileReader;
 use api::proxy::RequestReader;
@@ -20,7 +20,7 @@ use state::RouterState;
 use state::ids::SessionId;
 
 use super::machine::{RouterMachine, SharedState};
-use super::raft_options;
+use super::options;
 use crate::config::Config;
 
 /// A state at one log index, without a replica.
@@ -79,7 +79,7 @@ impl OfflineState {
     /// Returns the problem with which the admin API would respond.
     pub async fn explained(&self, config: &Config, body: &[u8]) -> anyhow::Result<Value> {
         let view = self.shared.state().view();
-        let backends = Arc::new(Backends::new(raft_options::probe_settings(config)));
+        let backends = Arc::new(Backends::new(config.probes.clone()));
         for backend in &view.registry().backends {
             backends.assume(backend.handle.slot, &ASSUMED);
         }
@@ -94,7 +94,7 @@ impl OfflineState {
             select: config.select.clone(),
             clock: api::base::clock::Clock::default(),
         });
-        let settings = Arc::new(raft_options::proxy_settings(config));
+        let settings = Arc::new(options::proxy_settings(config));
         let requests = RequestReader::new(&router, settings);
         let explained = explain_offline(&requests, &router, body).await;
         explained.map_err(|problem| {

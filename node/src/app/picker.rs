@@ -44,7 +44,7 @@ impl PickerParts {
         };
         let shown = PickerMetrics::default();
         metrics.register(|registry| shown.register(registry));
-        let picker = Picker::new(self.proxy, config.picker.clone(), shown);
+        let picker = Picker::new(self.proxy, config.picker, shown);
         let tls = certificates(config, tls)?;
         let address = listener.local_addr()?;
         tracing::info!(picker = %address, "replica picks endpoints for gateways");

@@ -8,7 +8,6 @@ use arc_swap::ArcSwap;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use super::raft_options;
 use crate::config::{Config, DrainConfig};
 
 /// Handle that passes a config to a replica, which need not run yet.
@@ -46,7 +45,7 @@ impl ReloadHandle {
 
     /// Registers the metric that shows whether the last reload failed.
     pub(super) fn register(&self, registry: &mut Registry) {
-        let help = "1 if the last reload of the config, its certificates or the access log failed";
+        let help = "1 if the last reload of the config or its certificates failed";
         registry.register(
             "quorate_config_reload_failed",
             help,
@@ -76,12 +75,9 @@ impl ReloadHandle {
 
 impl RunningParts {
     fn take(&self, config: &Config) {
-        self.proxy
-            .replace_limits(raft_options::limits(&config.limits));
-        let retries = raft_options::retry_allowance(&config.retry);
-        self.proxy.replace_retry_allowance(retries);
-        self.backends
-            .replace_settings(raft_options::probe_settings(config));
+        self.proxy.replace_limits(config.limits);
+        self.proxy.replace_retry_budget(&config.retry);
+        self.backends.replace_settings(config.probes.clone());
         self.drain.store(Arc::new(config.drain.clone()));
         self.engines.allow(config.engine_addresses.clone());
     }

@@ -17,7 +17,6 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::engines::backends::EngineUrl;
 use api::engines::discovery::{KubernetesAccess, StatefulSetScale};
 use api::ports::BoxFuture;
 use raft::{Replica, Role, Status};
@@ -60,15 +59,9 @@ impl ScaleSource for KubernetesScale {
 
 /// Returns the source for the StatefulSet that the config names, if any.
 pub(super) fn source(config: &StatefulSetConfig) -> Option<Arc<dyn ScaleSource>> {
-    let server = config.api_server.as_ref();
     Some(Arc::new(KubernetesScale {
         name: config.name.clone()?,
-        access: KubernetesAccess {
-            namespace: config.namespace.clone(),
-            api_server: server.and_then(|server| EngineUrl::parse(&server.0).ok()),
-            token_file: config.token_file.clone(),
-            ca_file: config.ca_file.clone(),
-        },
+        access: config.access.clone(),
     }))
 }
 
@@ -99,7 +92,7 @@ impl Scaling {
         Some(Arc::new(Self {
             source: source?,
             set: set.name.clone()?,
-            absent_after: *set.remove_absent_after,
+            absent_after: set.remove_absent_after,
             voters_min: match &config.formation {
                 Formation::Peers { expect, .. } | Formation::Dns { expect, .. } => *expect,
                 Formation::Alone | Formation::Join(_) => 1,

@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use admin;
+use admin::{Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
 use anyhow::Context as _;
-use api::admin::{self, Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
 use api::engines::backends::{EngineDialer, Hooks};
 use api::engines::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
 use api::engines::kv_transport::socket;
@@ -43,8 +44,8 @@ use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
-use super::{events, raft_options, ranks, scaling};
-use crate::config::{Config, DrainConfig, Parsed};
+use super::{events, options, ranks, scaling};
+use crate::config::{Config, DrainConfig};
 use crate::process;
 
 /// A replica that serves. Call [`RunningReplica::until`] before dropping it; otherwise its tasks
@@ -76,16 +77,19 @@ fn peers(
     listener: TcpListener,
 ) -> anyhow::Result<Tcp> {
     let mut tcp = Tcp::new(listener)?;
+    let certificates = certificates.peer_tls(&config.cluster.name);
+    let is_optional = config.cluster.authentication_optional;
     if let Some(secret) = config.secret.clone() {
         tcp = tcp.with_secret(PeerSecret {
             secret,
-            is_optional: config.cluster.secret_optional,
-            cluster_name: config.cluster.name.0.clone(),
+            // Beside certificates, it is what replicas without one need.
+            is_optional: is_optional && certificates.is_none(),
+            cluster_name: config.cluster.name.clone(),
             id: config.id.0,
         });
     }
-    Ok(match certificates.peer_tls(&config.cluster.name) {
-        Some(tls) if config.tls.peer.optional => tcp.with_optional_certificates(tls),
+    Ok(match certificates {
+        Some(tls) if is_optional => tcp.with_optional_certificates(tls),
         Some(tls) => tcp.with_certificates(tls),
         None => tcp,
     })
@@ -114,12 +118,11 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         reload,
         reload_requests,
         log_level,
-        access_file,
         tls,
     } = app;
     // Members must learn the ports that the system chose.
-    config.listen.data = Parsed(addresses.data);
-    config.listen.admin = Parsed(addresses.admin);
+    config.listen.data = addresses.data;
+    config.listen.admin = addresses.admin;
     crate::file_permissions::private_folder(&config.node.data_dir).with_context(|| {
         let folder = config.node.data_dir.display();
         format!("make data folder {folder} private")
@@ -128,9 +131,8 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let core = ReplicaCore::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
     let metrics = metrics(&core, &tls, (&config, &reload));
-    metrics.register(|registry| access_file.register(registry));
     let discovery = discover(&core, &config, &metrics, &tls);
-    raft_options::tell_of_names(&config);
+    options::tell_of_names(&config);
     tell_if_insecure(&config);
     let keys = key_rules(&core, &config);
     let readiness = readiness(&core, &config, (lifecycle.clone(), keys));
@@ -272,7 +274,7 @@ fn key_rules(core: &ReplicaCore, config: &Config) -> KeyRules {
     let replica = core.replica().clone();
     let current_within = config.cluster.election_timeout.end;
     let list = ListAge::of(current_within, move || replica.confirmed());
-    raft_options::key_rules(&config.users, list)
+    options::key_rules(&config.users, list)
 }
 
 fn readiness(
@@ -306,7 +308,7 @@ fn proxy(
         ProxySettings {
             keys: readiness.keys.clone(),
             tracer: tracer(core, config, registry)?,
-            ..raft_options::proxy_settings(config)
+            ..options::proxy_settings(config)
         },
         Arc::clone(metrics),
     );
@@ -325,10 +327,10 @@ fn tracer(
         return Ok(None);
     };
     let settings = TracingSettings {
-        endpoint: endpoint.0.clone(),
-        sample_ppm: *config.tracing.sample,
+        endpoint: endpoint.clone(),
+        sample_ppm: config.tracing.sample,
         replica: config.id,
-        cluster: config.cluster.name.0.clone(),
+        cluster: config.cluster.name.clone(),
     };
     let (tracer, export) = SpanExport::new(&settings, metrics)?;
     core.spawn_task(export.run(core.stopping()));
@@ -371,7 +373,7 @@ fn admin(
         file,
         reload,
         log_level,
-        hosts: raft_options::own_hosts(config),
+        hosts: options::own_hosts(config),
         tokens: config.admin_tokens.clone(),
         certified: config
             .tls
@@ -468,7 +470,7 @@ fn serve_when(
 /// Returns the drain deadline for open requests, as configured at the time of the call.
 fn deadline(drain: &Arc<ArcSwap<DrainConfig>>) -> Box<dyn Fn() -> Duration + Send + Sync> {
     let drain = Arc::clone(drain);
-    Box::new(move || *drain.load().deadline)
+    Box::new(move || drain.load().deadline)
 }
 
 impl RunningReplica {
@@ -495,7 +497,7 @@ impl RunningReplica {
         let drain = Arc::clone(&self.drain);
         move || {
             let drain = drain.load();
-            drain.dns_ttl.saturating_add(*drain.deadline)
+            drain.dns_ttl.saturating_add(drain.deadline)
         }
     }
 
@@ -525,7 +527,7 @@ impl RunningReplica {
 
     /// Finishes the work that clients and the cluster are waiting for.
     async fn finish(&mut self) {
-        let dns_ttl = *self.drain.load().dns_ttl;
+        let dns_ttl = self.drain.load().dns_ttl;
         tokio::time::sleep(dns_ttl).await;
         self.stops.no_more_requests.cancel();
         let (replica, proxy) = (self.core.replica(), &mut self.proxy);

@@ -45,13 +45,10 @@ impl BoundSockets {
     /// Fails if an address cannot be bound, and names its setting.
     pub fn bind(listen: &ListenConfig) -> anyhow::Result<Self> {
         Ok(Self {
-            data: bind("listen.data", *listen.data)?,
-            admin: bind("listen.admin", *listen.admin)?,
-            peer: bind("listen.peer", *listen.peer)?,
-            picker: match &listen.picker {
-                None => None,
-                Some(picker) => Some(bind("listen.picker", **picker)?),
-            },
+            data: bind("listen.data", listen.data)?,
+            admin: bind("listen.admin", listen.admin)?,
+            peer: bind("listen.peer", listen.peer)?,
+            picker: (listen.picker.map(|at| bind("listen.picker", at))).transpose()?,
         })
     }
 

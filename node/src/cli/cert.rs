@@ -8,8 +8,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use admin::{AdminRole, role_name};
 use anyhow::{Context as _, ensure};
-use api::admin::{AdminRole, role_name};
 use lab::terminal::print;
 use rcgen::{
     BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa,

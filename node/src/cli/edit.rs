@@ -59,7 +59,7 @@ pub(super) fn setting(text: &str) -> Result<(String, Value), String> {
     Ok((key.trim().to_owned(), value))
 }
 
-/// Sets the value at a dotted path such as `sla.max_batch`.
+/// Sets the value at a dotted path such as `limits.tokens`.
 pub(super) fn put(document: &mut Value, path: &str, value: Value) {
     let mut at = document;
     for part in path.split('.') {

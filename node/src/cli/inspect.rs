@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use api::settings::UserLimitsForm;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 use state::RouterState;
@@ -141,7 +140,7 @@ fn shown(state: &RouterState) -> Value {
             "counter_milli_tokens": user.counter_milli_tokens,
             "in_flight": user.in_flight,
             "waiting": user.waiting,
-            "limits": user.limits.as_ref().map(UserLimitsForm::from),
+            "limits": user.limits,
             "left": user.left,
             "total": user.total,
         })

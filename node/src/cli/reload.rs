@@ -3,10 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use api::admin::{AdminTokens, ReloadError, ReloadReport, ReloadResult, ReloadedKey};
+use admin::{AdminTokens, ReloadError, ReloadReport, ReloadResult, ReloadedKey};
 use api::engines::backends::EngineKeys;
 use api::net::tls::CertificateWatch;
-use api::proxy::ApiKeys;
+use api::proxy::{ApiKeys, ProxyLimits};
 use api::settings::{FileSettings, LocalSetting, SettingKey, SharedFileSettings};
 use serde_json::Value;
 use tokio::signal::unix::{Signal, SignalKind};
@@ -15,7 +15,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::source::ConfigSource;
 use crate::app::{ReloadHandle, read_admin_tokens, read_api_keys};
 use crate::config::{Config, ConfigErrors, Place};
-use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile, LogLevel};
+use crate::telemetry::LogLevel;
 use crate::{descriptors, memory};
 
 /// Effect of a changed setting on a running replica.
@@ -38,19 +38,12 @@ struct ChangedSetting {
     effect: Effect,
 }
 
-/// Controls of the process's log.
-pub(super) struct ReplicaLog {
-    pub(super) level: LogLevel,
-    /// File of the access log; `None` if it has no separate file.
-    pub(super) access_file: Option<AccessFile>,
-}
-
 /// Reloads the config of a running replica and applies what can change.
 pub(super) struct ConfigReload {
     source: ConfigSource,
     /// URLs of backends that were given on the command line.
     backends: Vec<String>,
-    log: ReplicaLog,
+    log_level: LogLevel,
     api_keys: Option<ApiKeys>,
     admin_tokens: Option<AdminTokens>,
     engine_keys: EngineKeys,
@@ -68,13 +61,13 @@ impl ConfigReload {
     pub(super) fn new(
         (source, backends): (ConfigSource, Vec<String>),
         config: &Config,
-        log: ReplicaLog,
+        log_level: LogLevel,
         (file, replica): (SharedFileSettings, ReloadHandle),
     ) -> Self {
         Self {
             source,
             backends,
-            log,
+            log_level,
             api_keys: config.api_keys.clone(),
             admin_tokens: config.admin_tokens.clone(),
             engine_keys: config.engine_keys.clone(),
@@ -111,41 +104,10 @@ impl ConfigReload {
     }
 
     async fn reload(&mut self) -> ReloadResult {
-        // Independent of the config: a rotated log must be reopened even if the config has faults.
-        let reopened = self.reopen().await;
-        let mut result = self.read().await;
-        if let Err(fault) = reopened {
-            match &mut result {
-                Ok(report) => report.faults.push(fault.message),
-                Err(faults) => faults.push(fault),
-            }
-        }
+        let result = self.read().await;
         let is_clean = result.as_ref().is_ok_and(|it| it.faults.is_empty());
         self.replica.note(!is_clean);
         result
-    }
-
-    /// Reopens the access log's file, because the previous file may have been moved.
-    async fn reopen(&self) -> Result<(), ReloadError> {
-        let Some(file) = self.log.access_file.clone() else {
-            return Ok(());
-        };
-        let path = file.path().to_owned();
-        // The file system may hang.
-        let outcome = match tokio::task::spawn_blocking(move || file.reopen()).await {
-            Ok(outcome) => outcome.map_err(|error| error.to_string()),
-            Err(error) => Err(error.to_string()),
-        };
-        outcome.map_err(|error| {
-            let shown = path.display();
-            let expected = ACCESS_FILE_EXPECTED;
-            tracing::error!(path = %shown, error, expected, "could not reopen the access log; still writing to the old file");
-            ReloadError {
-                message: format!("log.access_file: open {path:?} again: {error}"),
-                expected: expected.to_owned(),
-                place: "log.access_file".to_owned(),
-            }
-        })
     }
 
     async fn read(&mut self) -> ReloadResult {
@@ -176,7 +138,7 @@ impl ConfigReload {
         }
         let is_changed = |key: &str| changes.iter().any(|change| change.key == key);
         if is_changed("log.level")
-            && let Err(error) = self.log.level.set(&config.log.level)
+            && let Err(error) = self.log_level.set(&config.log.level)
         {
             tracing::error!(%error, "could not change the log level");
             faults.push(format!("log.level: {error}"));
@@ -228,19 +190,16 @@ impl ConfigReload {
     /// Applies the settings that can change at run time. Lowers limits that the process cannot
     /// support.
     fn take_settings(&mut self, config: &Config) {
-        let (connections, streams) = (
-            self.running.limits.max_connections,
-            self.running.limits.max_streams,
-        );
-        self.running.limits = config.limits.clone();
-        self.running.limits.max_connections = connections;
-        self.running.limits.max_streams = streams;
+        let connections_max = self.running.limits.connections_max;
+        self.running.limits = ProxyLimits {
+            connections_max,
+            ..config.limits
+        };
         descriptors::fit(&mut self.running.limits, descriptors::limit());
         memory::fit(&mut self.running.limits, memory::limit());
         self.running.probes = config.probes.clone();
         self.running.drain = config.drain.clone();
         self.running.retry.budget_percent = config.retry.budget_percent;
-        self.running.retry.min_concurrency = config.retry.min_concurrency;
         self.running.engine_addresses = config.engine_addresses.clone();
         self.replica.take(&self.running);
     }
@@ -377,10 +336,9 @@ fn effect(key: &str) -> Effect {
     let is_engine_key = key.starts_with("backends.")
         && (key.ends_with(".api_key_file") || key.ends_with(".headers_file"));
     match key {
-        // Room for connections is allocated at start, and each connection starts with its streams.
-        "limits.max_connections" | "limits.max_streams" => Effect::NeedsRestart,
-        "log.level" | "admin.backends_allow" => Effect::Taken,
-        "retry.budget_percent" | "retry.min_concurrency" => Effect::Taken,
+        // Room for connections is allocated at start.
+        "limits.max_connections" => Effect::NeedsRestart,
+        "log.level" | "admin.backends_allow" | "retry.budget_percent" => Effect::Taken,
         _ if key.starts_with("limits.") || key.starts_with("drain.") => Effect::Taken,
         _ if key.starts_with("probes.") || is_engine_key => Effect::Taken,
         _ => Effect::NeedsRestart,

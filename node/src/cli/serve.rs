@@ -2,19 +2,18 @@
 //! once. SIGHUP reloads its config; SIGUSR1 and SIGUSR2 are only logged.
 
 use std::convert::Infallible;
-use std::path::Path;
 use std::process::ExitCode;
 
-use api::admin::ReloadRequests;
+use admin::ReloadRequests;
 use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::reload::{self, ConfigReload, ReplicaLog};
+use super::reload::{self, ConfigReload};
 use super::source::ConfigSource;
 use crate::app::{App, ShutdownHandle};
-use crate::config::{Config, ConfigErrors, Loaded};
+use crate::config::Config;
 use crate::service_manager::ServiceManager;
-use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile};
+use crate::telemetry::LogLevel;
 use crate::{descriptors, file_permissions, memory, telemetry};
 
 /// Arguments of `quorate serve`.
@@ -39,8 +38,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     }
     file_permissions::keep_new_files_private();
     let loaded = source.clone().load_with(backends.clone())?;
-    let access_file = access_file(&loaded, source.config.as_deref())?;
-    let level = telemetry::init(&loaded.config.log, access_file.as_ref())?;
+    let level = telemetry::init(&loaded.config.log)?;
     let mut config = loaded.config;
     descriptors::fit(&mut config.limits, descriptors::raise());
     memory::fit(&mut config.limits, memory::limit());
@@ -50,40 +48,14 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             tracing::warn!(%file, "key file is readable by others; chmod 600");
         }
     }
-    let log = ReplicaLog {
-        level,
-        access_file: access_file.clone(),
-    };
-    let outcome = super::block_on(serve((source, backends), config, log));
-    // No request is logged after this.
-    if let Some(file) = access_file {
-        file.flush();
-    }
-    outcome
-}
-
-/// Opens the access log's file, if one is configured.
-fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFile>, ConfigErrors> {
-    let key = "log.access_file";
-    let Some(path) = &loaded.config.log.access_file else {
-        return Ok(None);
-    };
-    if path.canonicalize().ok() == config.and_then(|it| it.canonicalize().ok()) && path.exists() {
-        let message = format!("{key} is {path:?}, which is this config");
-        return Err(loaded.fault(key, message, "a file that is used for nothing else"));
-    }
-    let file = AccessFile::open(path).map_err(|error| {
-        let message = format!("{key}: open {path:?}: {error}");
-        loaded.fault(key, message, ACCESS_FILE_EXPECTED)
-    })?;
-    Ok(Some(file))
+    super::block_on(serve((source, backends), config, level))
 }
 
 /// Serves until a signal asks the replica to stop.
 async fn serve(
     (source, backends): (ConfigSource, Vec<String>),
     config: Config,
-    log: ReplicaLog,
+    log_level: LogLevel,
 ) -> anyhow::Result<ExitCode> {
     let shutdown = ShutdownHandle::new();
     let hangups = signal(SignalKind::hangup())?;
@@ -95,13 +67,9 @@ async fn serve(
     let reloaded = config.clone();
     let (requests, asked) = ReloadRequests::channel();
     let app = App::build(config)?.reloading_by(requests);
-    let app = app.logging_by(log.level.clone().control());
-    let app = match &log.access_file {
-        Some(file) => app.with_access_file(file.metrics()),
-        None => app,
-    };
+    let app = app.logging_by(log_level.clone().control());
     let handles = (app.file_settings(), app.reload_handle());
-    let reload = ConfigReload::new((source, backends), &reloaded, log, handles)
+    let reload = ConfigReload::new((source, backends), &reloaded, log_level, handles)
         .with_certificates(app.certificates());
     tokio::spawn(reload.follow(hangups, asked));
     let running = tokio::spawn(run_told(app, shutdown.clone()));

@@ -6,8 +6,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use admin::{AdminRole, NewToken};
 use anyhow::{Context, anyhow};
-use api::admin::{AdminRole, NewToken};
 use lab::terminal;
 
 /// Subcommands of `quorate token`.

@@ -51,10 +51,11 @@ pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settin
         return;
     };
     if let Some(files) = peer.files(&file.cluster.name, id.0) {
-        if file.cluster.secret_file.is_some() && !peer.optional {
+        if file.cluster.secret_file.is_some() && !file.cluster.authentication_optional {
             let message = "cluster.secret_file is set beside tls.peer.cert_file".to_owned();
-            let expected = "one way for replicas to authenticate, or tls.peer.optional = true \
-                            while the cluster moves to certificates";
+            let expected = "one way for replicas to authenticate, or \
+                            cluster.authentication_optional = true while the cluster moves to \
+                            certificates";
             found.refuse("cluster.secret_file", message, expected);
         }
         refuse(files.load().err(), found);

@@ -1,28 +1,25 @@
 //! Makes a [`Config`] of a file whose values are valid one by one. Checks constraints between keys,
 //! and reads the other files that the config names.
 
-use api::admin::AdminTokens;
+use admin::AdminTokens;
 use api::proxy::ApiKeys;
 use api::settings::{FileSettings, UserDefaultsForm};
-use state::admission::AdmissionSettings;
 use state::command::UserDefaults;
 use state::ids::ReplicaId;
 
-use super::admission::AdmissionConfig;
 use super::file::{ConfigFile, ListenConfig, NodeConfig};
-use super::form::{show_duration, values};
 use super::identity::IdSource;
 use super::read::Settings;
-use super::traffic::{AdminConfig, CircuitConfig, UsersConfig};
+use super::traffic::{AdminConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, discovery, engines, identity, key_file, logging, models,
-    picker_settings, requests, routing, tokens_file,
+    Config, certificates, cluster, discovery, engines, identity, key_file, models, requests,
+    routing, tokens_file,
 };
 
 /// Checks everything, adds errors to `found` and returns the config, which is only usable if there
 /// are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
-    of_process(&file, found);
+    listen(&file.listen, found);
     let id = replica_id(&file.node, found);
     let formation = cluster::formation(&file.cluster, found);
     let secret = cluster::secret(&file.cluster, found);
@@ -31,7 +28,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let api_keys = api_keys(&file.users, found);
     let admin_tokens = admin_tokens(&file.admin, found);
     exposure(&file, found);
-    let rules = requests::rules(&file, found);
+    requests::check(&file.requests, found);
     engines::check_probes(&file.probes, found);
     let models = models::models(&file.models, found);
     let backends = engines::backends(&file, &models, found);
@@ -39,12 +36,10 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let engine_keys = engines::keys(&file, found);
     let server_names = engines::server_names(&file, found);
     let engine_addresses = engines::check_addresses(&file, found);
-    let mut admission = admission(&file.admission, found);
-    let user_defaults = user_defaults(&file.users.defaults, &mut admission, found);
+    let user_defaults = user_defaults(&file.users.defaults, found);
     let policies = file.routing.policies.clone().policies();
     routing::check_policies(&policies, found);
     Config {
-        insecure: file.insecure,
         id: id.unwrap_or(ReplicaId(1)),
         formation,
         secret,
@@ -56,53 +51,23 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         engine_addresses,
         api_keys,
         admin_tokens,
-        admission,
         user_defaults,
         secret_files: engines::secret_files(&file),
-        picker: picker_settings::settings(&file, found),
         policy: routing::named(&policies, &file.routing.policy),
         routing: routing::settings(&file, &policies, found),
         select: routing::select(&file),
-        queueing_threshold_lora: file.routing.queueing_threshold_lora,
         policy_overrides: match file.routing.allow_override {
             true => policies,
             false => Vec::new(),
         },
-        circuit: routing::circuit(&file.circuit),
-        codel_target: *file.admission.codel_target,
-        priority_max: file.admission.priority_max,
-        fields: rules.fields,
-        strip_headers: rules.strip_headers,
-        extra_paths: values(&file.requests.extra_paths),
-        node: file.node,
-        listen: file.listen,
-        cluster: file.cluster,
-        tls: file.tls,
-        admin: file.admin,
-        cors: file.cors,
-        users: file.users,
-        limits: file.limits,
-        usage: file.usage,
-        timeouts: file.timeouts,
-        probes: file.probes,
-        retry: file.retry,
-        drain: file.drain,
-        log: file.log,
-        tracing: file.tracing,
+        sections: file,
         file: FileSettings::default(),
     }
 }
 
-/// Checks the listeners, the circuit breakers and the access log's file, which need no conversion.
-fn of_process(file: &ConfigFile, found: &mut Settings) {
-    listen(&file.listen, found);
-    circuit(&file.circuit, found);
-    logging::check_access_file(file, found);
-}
-
 /// Returns the replica's id; `None` if it is invalid, which `found` then contains as an error.
 fn replica_id(node: &NodeConfig, found: &mut Settings) -> Option<ReplicaId> {
-    match node.id.0 {
+    match node.id {
         IdSource::Number(id) => found.is_sound("node.id").then_some(id),
         IdSource::Hostname => {
             let host = identity::host();
@@ -123,14 +88,11 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
         return;
     }
     let listeners = [
-        ("listen.data", *listen.data),
-        ("listen.admin", *listen.admin),
-        ("listen.peer", *listen.peer),
+        ("listen.data", listen.data),
+        ("listen.admin", listen.admin),
+        ("listen.peer", listen.peer),
     ];
-    let picker = listen
-        .picker
-        .as_ref()
-        .map(|picker| ("listen.picker", **picker));
+    let picker = listen.picker.map(|picker| ("listen.picker", picker));
     let listeners: Vec<_> = listeners.into_iter().chain(picker).collect();
     for (nth, &(path, mine)) in listeners.iter().enumerate() {
         for (other_path, other) in &listeners[..nth] {
@@ -143,23 +105,11 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
             }
         }
     }
-    let peer = *listen.peer;
+    let peer = listen.peer;
     if listen.advertise.is_none() && peer.ip().is_unspecified() {
         let message = format!("listen.peer is {peer} and listen.advertise is not set");
         let expected = "listen.advertise, the host under which other replicas reach this one";
         found.refuse("listen.peer", message, expected);
-    }
-}
-
-fn circuit(circuit: &CircuitConfig, found: &mut Settings) {
-    if *circuit.backoff > *circuit.max_backoff && found.is_sound("circuit") {
-        let path = "circuit.max_backoff";
-        let shown = show_duration(&circuit.max_backoff);
-        found.refuse(
-            path,
-            format!("{path} is {shown}"),
-            "at least circuit.backoff",
-        );
     }
 }
 
@@ -199,19 +149,22 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
     let admin = &file.tls.admin;
     let has_operators = file.admin.tokens_file.is_some() || admin.client_ca_file.is_some();
     let peer = &file.tls.peer;
-    let is_certified = peer.cert_file.is_some() && !peer.optional;
-    let has_peers = file.cluster.secret_file.is_some() || is_certified;
+    let is_optional = file.cluster.authentication_optional;
+    let has_peers = match &file.cluster.secret_file {
+        Some(_) => peer.cert_file.is_some() || !is_optional,
+        None => peer.cert_file.is_some() && !is_optional,
+    };
     for (path, address, is_protected, lacking, expected) in [
         (
             "listen.admin",
-            *file.listen.admin,
+            file.listen.admin,
             has_operators,
             "admin.tokens_file is not set",
             "admin.tokens_file, tls.admin.client_ca_file, an address on loopback, or insecure = true",
         ),
         (
             "listen.admin",
-            *file.listen.admin,
+            file.listen.admin,
             admin.is_encrypted(),
             "tls.admin.cert_file is not set",
             "[tls.admin], tls.admin.terminated_upstream = true where a proxy ends TLS, an address on \
@@ -219,10 +172,10 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
         ),
         (
             "listen.peer",
-            *file.listen.peer,
+            file.listen.peer,
             has_peers,
-            match peer.optional {
-                true => "tls.peer is optional",
+            match is_optional {
+                true => "cluster.authentication_optional is set",
                 false => "neither tls.peer nor cluster.secret_file is set",
             },
             "[tls.peer], cluster.secret_file, an address on loopback, or insecure = true",
@@ -237,40 +190,12 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
     }
 }
 
-/// Returns the admission settings of a new cluster.
-fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
-    if let Some(fault) = config.founding.misfit()
-        && found.is_sound("admission")
-    {
-        found.refuse_value(&format!("admission.{}", fault.key), &fault.expected);
-    }
-    config.founding.settings()
-}
-
-/// Returns the defaults of users in a new cluster. Their limits can be set in two places: both get
-/// the value of the one that is set, and setting both is an error.
-fn user_defaults(
-    form: &UserDefaultsForm,
-    admission: &mut AdmissionSettings,
-    found: &mut Settings,
-) -> UserDefaults {
+/// Returns the defaults of users in a new cluster.
+fn user_defaults(form: &UserDefaultsForm, found: &mut Settings) -> UserDefaults {
     if let Some(fault) = form.misfit()
         && found.is_sound("users.defaults")
     {
         found.refuse_value(&format!("users.defaults.{}", fault.key), &fault.expected);
     }
-    let mut defaults = form.settings();
-    let here = found.first_within("users.defaults.limits");
-    let there = found.first_within("admission.user_limits");
-    match (here, there) {
-        (None, _) => defaults.limits = admission.user_limits,
-        (Some(_), None) => admission.user_limits = defaults.limits,
-        (Some(here), Some(there)) => {
-            let message = format!("{here} is set, and so is {there}");
-            let expected = "limits of all users in one of [users.defaults.limits] and \
-                            [admission.user_limits], which are the same";
-            found.refuse(&here, message, expected);
-        }
-    }
-    defaults
+    form.settings()
 }

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use super::file::{ClusterConfig, ConfigFile};
-use super::form::{show_duration, values};
+use super::form::show_duration;
 use super::identity::IdSource;
 use super::read::Settings;
 use super::{Formation, identity};
@@ -46,11 +46,11 @@ pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Format
         two_ways(cluster, found);
         wrong_counts(cluster, found);
     }
-    let (peers, join) = (values(&cluster.peers), values(&cluster.join));
+    let (peers, join) = (cluster.peers.clone(), cluster.join.clone());
     let expect = cluster.bootstrap_expect.map(usize::from);
     match &cluster.peers_dns {
         Some(name) => Formation::Dns {
-            name: name.0.clone(),
+            name: name.clone(),
             expect: expect.unwrap_or(1),
         },
         None if !join.is_empty() => Formation::Join(join),
@@ -66,20 +66,14 @@ pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Format
 pub(super) fn statefulset(file: &ConfigFile, found: &mut Settings) {
     let (set, path) = (&file.cluster.statefulset, "cluster.statefulset.name");
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-.".contains(c);
-    for (key, name) in [("name", &set.name), ("namespace", &set.namespace)] {
-        if name
-            .as_deref()
-            .is_some_and(|name| name.is_empty() || !name.chars().all(is_plain))
-        {
-            let path = format!("cluster.statefulset.{key}");
-            let message = format!("{path} is not a valid object name");
-            found.refuse(&path, message, "letters, digits, `-` and `.`");
-            return;
-        }
-    }
     let Some(name) = &set.name else { return };
-    if file.node.id.0 != IdSource::Hostname {
-        let message = format!("{path} is set, and node.id is {}", file.node.id.0.show());
+    if name.is_empty() || !name.chars().all(is_plain) {
+        let message = format!("{path} is not a valid object name");
+        found.refuse(path, message, "letters, digits, `-` and `.`");
+        return;
+    }
+    if file.node.id != IdSource::Hostname {
+        let message = format!("{path} is set, and node.id is {}", file.node.id.show());
         found.refuse(path, message, "node.id = \"from-hostname\" beside it");
         return;
     }
@@ -98,7 +92,7 @@ fn timeouts(cluster: &ClusterConfig, found: &mut Settings) {
     let (heartbeat, timeout) = ("cluster.heartbeat", "cluster.election_timeout");
     let least = cluster.election_timeout.start;
     let is_sound = found.is_sound(heartbeat) && found.is_sound(timeout);
-    if least >= *cluster.heartbeat * 2 || !is_sound {
+    if least >= cluster.heartbeat * 2 || !is_sound {
         return;
     }
     let message = format!(
@@ -142,7 +136,7 @@ fn two_ways(cluster: &ClusterConfig, found: &mut Settings) {
 }
 
 fn wrong_counts(cluster: &ClusterConfig, found: &mut Settings) {
-    let peers = values(&cluster.peers);
+    let peers = &cluster.peers;
     let mut rest = peers.iter().enumerate();
     if let Some((_, peer)) = rest.find(|(nth, peer)| peers[..*nth].contains(peer)) {
         let message = format!("cluster.peers names {peer} twice");

@@ -5,20 +5,19 @@ use std::path::PathBuf;
 
 use api::engines::backends::EngineUrl as BaseUrl;
 use api::engines::discovery::{
-    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
-    PodChoice, SourceKind, SourceSettings,
+    DnsSource, EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice, SourceKind,
+    SourceSettings,
 };
 use api::prompt::ModelSettings;
 use state::command::{BackendSpec, Rejection};
 use state::discovery::{SourceRules, is_source};
 
-use super::file::{DiscoveryConfig, RecordsName, SchemeName};
+use super::file::DiscoveryConfig;
 use super::read::Settings;
 
 /// Keys that are only valid for some kinds of sources, with these kinds.
-const KEYS_OF: [(&str, &[&str]); 15] = [
+const KEYS_OF: [(&str, &[&str]); 12] = [
     ("name", &["dns"]),
-    ("records", &["dns"]),
     ("interval", &["dns"]),
     ("resolver", &["dns"]),
     ("path", &["file"]),
@@ -27,8 +26,6 @@ const KEYS_OF: [(&str, &[&str]); 15] = [
     ("inference_pool", &["kubernetes"]),
     ("port", &["kubernetes"]),
     ("api_server", &["kubernetes"]),
-    ("token_file", &["kubernetes"]),
-    ("ca_file", &["kubernetes"]),
     ("scheme", &["dns", "kubernetes"]),
     ("kv_events_port", &["dns", "kubernetes"]),
     ("kv_replay_port", &["dns", "kubernetes"]),
@@ -83,7 +80,7 @@ impl DiscoveryConfig {
             rules: SourceRules {
                 source: self.id().to_owned(),
                 remove_after_ms: u64::try_from(millis).unwrap_or(u64::MAX),
-                lost_permille_max: *self.max_remove_fraction,
+                lost_permille_max: self.max_remove_fraction,
             },
             template: EngineTemplate {
                 source: self.id().to_owned(),
@@ -91,10 +88,7 @@ impl DiscoveryConfig {
                 labels: self.labels.clone(),
                 role: self.role,
                 capacity_blocks: self.capacity_blocks,
-                scheme: match self.scheme {
-                    SchemeName::Http => EngineScheme::Http,
-                    SchemeName::Https => EngineScheme::Https,
-                },
+                scheme: self.scheme,
                 kv_events_port: self.kv_events_port,
                 kv_replay_port: self.kv_replay_port,
             },
@@ -152,11 +146,7 @@ fn check_common(path: &str, source: &DiscoveryConfig, has_tokens: bool, found: &
 
 fn dns(path: &str, source: &DiscoveryConfig, found: &mut Settings) -> Option<DnsSource> {
     let name = required(path, "name", source.name.as_deref(), found)?;
-    let is_service = match source.records {
-        RecordsName::Auto => name.starts_with('_'),
-        RecordsName::Srv => true,
-        RecordsName::A | RecordsName::Aaaa => false,
-    };
+    let is_service = name.starts_with('_');
     let (host, port) = match (is_service, name.rsplit_once(':')) {
         (true, None) => (name, None),
         (false, Some((host, port))) => (host, port.parse().ok().filter(|port| *port > 0)),
@@ -176,14 +166,8 @@ fn dns(path: &str, source: &DiscoveryConfig, found: &mut Settings) -> Option<Dns
     Some(DnsSource {
         name: host.to_owned(),
         port,
-        records: match source.records {
-            RecordsName::Auto | RecordsName::Srv if is_service => DnsRecords::Srv,
-            RecordsName::Auto | RecordsName::Srv => DnsRecords::Addresses,
-            RecordsName::A => DnsRecords::A,
-            RecordsName::Aaaa => DnsRecords::Aaaa,
-        },
-        interval: *source.interval,
-        resolver: source.resolver.as_ref().map(|address| **address),
+        interval: source.interval,
+        resolver: source.resolver,
     })
 }
 
@@ -232,9 +216,8 @@ fn kubernetes(
     Some(KubernetesSource {
         access: KubernetesAccess {
             namespace: source.namespace.clone(),
-            api_server: server.and_then(|server| BaseUrl::parse(&server.0).ok()),
-            token_file: source.token_file.clone(),
-            ca_file: source.ca_file.clone(),
+            api_server: server.and_then(|server| BaseUrl::parse(server).ok()),
+            ..KubernetesAccess::default()
         },
         pods,
         port: source.port,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use api::engines::backends::{
-    EngineAddressRules, EngineHeaders, EngineKeys, EnginePlace, EngineUrl,
+    EngineAddressRules, EngineHeaders, EngineKeys, EnginePlace, EngineUrl, ProbeSettings,
 };
 use api::engines::kv_transport::endpoint;
 use api::prompt::ModelSettings;
@@ -13,16 +13,15 @@ use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Rejection};
 
 use super::file::{BackendConfig, ConfigFile};
-use super::form::{show_duration, values};
+use super::form::show_duration;
 use super::read::Settings;
-use super::traffic::ProbesConfig;
 
 /// Minimum interval of probes, because every replica probes every engine.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
 
 /// Checks that the interval of probes is not too short.
-pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
-    if *probes.interval < PROBE_INTERVAL_MIN {
+pub(super) fn check_probes(probes: &ProbeSettings, found: &mut Settings) {
+    if probes.interval < PROBE_INTERVAL_MIN {
         let path = "probes.interval";
         let message = format!("{path} is {}", show_duration(&probes.interval));
         found.refuse(path, message, "50ms or more");
@@ -91,7 +90,7 @@ fn headers(path: &str, file: &Path, found: &mut Settings) -> Option<EngineHeader
 
 /// Returns the rules for engines' addresses, and checks that they allow all backends of the config.
 pub(super) fn check_addresses(file: &ConfigFile, found: &mut Settings) -> EngineAddressRules {
-    let rules = EngineAddressRules::new(values(&file.admin.backends_allow));
+    let rules = EngineAddressRules::new(file.admin.backends_allow.clone());
     if !found.is_sound("admin.backends_allow") {
         return rules;
     }
@@ -123,11 +122,11 @@ pub(super) fn server_names(file: &ConfigFile, found: &mut Settings) -> BTreeMap<
         };
         if !backend.url.starts_with("https://") {
             let path = format!("backends[{nth}].server_name");
-            let message = format!("{path} is set, and its url is {}", *backend.url);
+            let message = format!("{path} is set, and its url is {}", backend.url);
             found.refuse(&path, message, "a url that begins with https://");
         }
         let name = name.trim_start_matches('[').trim_end_matches(']');
-        names.insert(backend.url.0.clone(), name.to_owned());
+        names.insert(backend.url.clone(), name.to_owned());
     }
     names
 }
@@ -208,7 +207,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
 fn spec(backend: &BackendConfig) -> BackendSpec {
     BackendSpec {
         id: backend.id.clone(),
-        url: backend.url.0.clone(),
+        url: backend.url.clone(),
         models: backend.models.clone(),
         labels: backend.labels.clone(),
         capacity_blocks: backend.capacity_blocks,

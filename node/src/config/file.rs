@@ -3,10 +3,15 @@
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use api::engines::backends::{CircuitSettings, ProbeSettings};
+use api::engines::discovery::{EngineScheme, KubernetesAccess};
 use api::prompt::TokenizerSpec;
+use api::proxy::picker::PickerSettings;
+use api::proxy::{ProxyLimits, ProxyTimeouts, RetrySettings};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
@@ -16,19 +21,15 @@ use state::policy::{Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, Rout
 
 use super::admission::AdmissionConfig;
 use super::form::{
-    Address, ClusterName, EngineUrl, FractionForm, Host, HostPort, NodeId, Parsed, Size, Span,
-    SpanRange, TokenizerName, ms,
+    Address, As, AsList, AsOption, ClusterName, EngineUrl, FractionForm, Host, HostPort, NodeId,
+    Span, SpanRange, TokenizerName,
 };
 use super::identity::IdSource;
-use super::picker::PickerConfig;
 use super::tls::TlsConfig;
 use super::traffic::{
-    AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
-    RequestsConfig, RetryConfig, TimeoutsConfig, TracingConfig, UsageConfig, UsersConfig,
+    AdminConfig, CorsConfig, DrainConfig, LogConfig, RequestsConfig, TracingConfig, UsageConfig,
+    UsersConfig,
 };
-
-/// Where a pod finds what it shows to the API server.
-const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 /// A config file of a replica.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
@@ -50,7 +51,7 @@ pub struct ConfigFile {
     /// cluster.
     pub routing: RoutingConfig,
     /// Gateways that ask for endpoints, at `listen.picker`.
-    pub picker: PickerConfig,
+    pub picker: PickerSettings,
     /// Certificates of the listeners, and of connections to other replicas and engines.
     pub tls: TlsConfig,
     /// Queueing and fairness between users. See docs/guide/admission.md.
@@ -64,17 +65,17 @@ pub struct ConfigFile {
     /// Who a request's user is, which API keys are accepted, and what responses tell.
     pub users: UsersConfig,
     /// What clients may take of this replica's connections, requests and memory.
-    pub limits: LimitsConfig,
+    pub limits: ProxyLimits,
     /// Usage reports that are requested from engines.
     pub usage: UsageConfig,
     /// How long clients and engines may take.
-    pub timeouts: TimeoutsConfig,
+    pub timeouts: ProxyTimeouts,
     /// Health probes of backends.
-    pub probes: ProbesConfig,
+    pub probes: ProbeSettings,
     /// Circuit breakers: a backend that keeps failing gets no requests for a while.
-    pub circuit: CircuitConfig,
+    pub circuit: CircuitSettings,
     /// Retries on other backends.
-    pub retry: RetryConfig,
+    pub retry: RetrySettings,
     /// What happens between SIGTERM and the end of the process.
     pub drain: DrainConfig,
     /// The log of the process, and the access log.
@@ -96,8 +97,9 @@ pub struct NodeConfig {
     /// This replica's id, unique in the cluster; or `from-hostname`: the number after the last `-`
     /// of the host name, plus one, for the pods of a StatefulSet (`quorate-0` is 1).
     #[schemars(extend("x-basic" = true))]
-    #[default(Parsed(IdSource::Number(ReplicaId(0))))]
-    pub id: Parsed<NodeId>,
+    #[serde(with = "As::<NodeId>")]
+    #[default(IdSource::Number(ReplicaId(0)))]
+    pub id: IdSource,
     /// Directory for the log, the vote and the snapshots.
     #[schemars(extend("x-basic" = true))]
     #[default("/var/lib/quorate".into())]
@@ -110,24 +112,29 @@ pub struct NodeConfig {
 pub struct ListenConfig {
     /// Listener for clients.
     #[schemars(extend("x-basic" = true))]
+    #[serde(with = "As::<Address>")]
     #[default(loopback(8080))]
-    pub data: Parsed<Address>,
+    pub data: SocketAddr,
     /// Listener for the admin API, metrics and readiness checks.
     #[schemars(extend("x-basic" = true))]
+    #[serde(with = "As::<Address>")]
     #[default(loopback(8081))]
-    pub admin: Parsed<Address>,
+    pub admin: SocketAddr,
     /// Listener for other replicas.
     #[schemars(extend("x-basic" = true))]
+    #[serde(with = "As::<Address>")]
     #[default(loopback(8082))]
-    pub peer: Parsed<Address>,
+    pub peer: SocketAddr,
     /// Listener for gateways that ask which engine a request goes to: an endpoint picker of the
     /// Gateway API Inference Extension, over gRPC, usually on port 9002. Default: none. See
     /// docs/guide/gateways.md.
-    pub picker: Option<Parsed<Address>>,
+    #[serde(with = "AsOption::<Address>")]
+    pub picker: Option<SocketAddr>,
     /// Host under which other replicas reach this one, without a port. Default: the address of
     /// `listen.peer`.
     #[schemars(extend("x-basic" = true))]
-    pub advertise: Option<Parsed<Host>>,
+    #[serde(with = "AsOption::<Host>")]
+    pub advertise: Option<String>,
 }
 
 /// Keys of `[cluster]`: how the replica finds the others, who may vote, and how often they
@@ -136,20 +143,24 @@ pub struct ListenConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct ClusterConfig {
     /// Name of the cluster. Replicas with different names refuse each other.
-    #[default(Parsed("quorate".to_owned()))]
-    pub name: Parsed<ClusterName>,
+    #[serde(with = "As::<ClusterName>")]
+    #[default("quorate".to_owned())]
+    pub name: String,
     /// Peer listeners of all replicas that form the cluster. Without `peers`, `peers_dns` and
     /// `join` this replica forms a cluster of one.
     #[schemars(extend("x-basic" = true))]
-    pub peers: Vec<Parsed<HostPort>>,
+    #[serde(with = "AsList::<HostPort>")]
+    pub peers: Vec<String>,
     /// DNS name that resolves to the peer listeners of all replicas; instead of `peers`.
-    pub peers_dns: Option<Parsed<HostPort>>,
+    #[serde(with = "AsOption::<HostPort>")]
+    pub peers_dns: Option<String>,
     /// Number of replicas, this one included, that must answer before a new cluster is formed: more
     /// than half of `peers`. Required with `peers_dns`. Default: all of `peers`.
     #[schemars(range(min = 1))]
     pub bootstrap_expect: Option<u8>,
     /// Join an existing cluster through any of these; instead of `peers`.
-    pub join: Vec<Parsed<HostPort>>,
+    #[serde(with = "AsList::<HostPort>")]
+    pub join: Vec<String>,
     /// Let a replica that lost its data directory rejoin under its id: the leader removes the old
     /// member, unless that one still runs, and adds the new one. Set it on all replicas, and only
     /// if something, such as a StatefulSet, keeps two replicas from running under one id.
@@ -159,8 +170,9 @@ pub struct ClusterConfig {
     /// and only with `secret_file` or `[tls.peer]`: any replica that may join becomes a voter.
     pub auto_promote: bool,
     /// How long a learner must keep up with the log before it is promoted.
-    #[default(ms(10_000))]
-    pub promote_after: Parsed<Span>,
+    #[serde(skip)]
+    #[default(Duration::from_secs(10))]
+    pub promote_after: Duration,
     /// Maximum number of voters under `auto_promote`. Further replicas serve as learners.
     #[schemars(range(min = 1))]
     #[default(5)]
@@ -169,26 +181,31 @@ pub struct ClusterConfig {
     /// encrypt their traffic. Without it, anybody who reaches `listen.peer` is trusted.
     #[schemars(extend("x-basic" = true))]
     pub secret_file: Option<PathBuf>,
-    /// Also talk to replicas that do not have the secret. Only for adding a secret to a running
-    /// cluster.
-    pub secret_optional: bool,
+    /// Also talk to replicas that cannot authenticate yet. Only for adding `secret_file` or
+    /// `[tls.peer]` to a running cluster (docs/guide/security.md). With `[tls.peer]`, replicas
+    /// without a certificate then need the secret, if `secret_file` is set.
+    pub authentication_optional: bool,
     /// Interval at which a replica proposes what it learned to the log.
-    #[default(ms(20))]
-    pub flush_interval: Parsed<Span>,
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_millis(20))]
+    pub flush_interval: Duration,
     /// Interval of the leader's heartbeats. Must exceed a round trip between replicas: an
     /// unanswered heartbeat is dropped after it.
-    #[default(ms(50))]
-    pub heartbeat: Parsed<Span>,
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_millis(50))]
+    pub heartbeat: Duration,
     /// Range from which election timeouts are drawn.
-    #[default(Parsed(Duration::from_millis(150)..Duration::from_millis(300)))]
-    pub election_timeout: Parsed<SpanRange>,
-    /// Log entries between snapshots.
+    #[serde(with = "As::<SpanRange>")]
+    #[default(Duration::from_millis(150)..Duration::from_millis(300))]
+    pub election_timeout: Range<Duration>,
+    /// Log entries between snapshots; 256 MiB of them cause one earlier.
     #[schemars(range(min = 1))]
     #[default(50_000)]
     pub snapshot_every: u32,
     /// Log bytes between snapshots; whichever limit is reached first.
-    #[default(Parsed(256 << 20))]
-    pub snapshot_every_bytes: Parsed<Size>,
+    #[serde(skip)]
+    #[default(256 << 20)]
+    pub snapshot_every_bytes: u64,
     /// The StatefulSet whose pods the replicas are.
     pub statefulset: StatefulSetConfig,
 }
@@ -198,22 +215,17 @@ pub struct ClusterConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct StatefulSetConfig {
     /// Name of the StatefulSet whose pods the replicas are, with `node.id = "from-hostname"`. A
-    /// replica beyond its `replicas` leaves the cluster for good when it is stopped, and a removed
-    /// replica within them asks to rejoin. Not set: operators do both.
+    /// replica beyond its `replicas` leaves the cluster for good when it is stopped, or is removed
+    /// when it has been absent for a minute, and a removed replica within them asks to rejoin. Not
+    /// set: operators do both.
     pub name: Option<String>,
-    /// Namespace of the StatefulSet. Default: that of this replica's pod.
-    pub namespace: Option<String>,
     /// How long a member beyond `replicas` must be absent before the leader removes it.
-    #[default(ms(60_000))]
-    pub remove_absent_after: Parsed<Span>,
-    /// URL of the API server. Default: that of the pod's cluster.
-    pub api_server: Option<Parsed<EngineUrl>>,
-    /// File with the token for the API server.
-    #[default(format!("{SERVICE_ACCOUNT}/token").into())]
-    pub token_file: PathBuf,
-    /// File with the authorities of the API server's certificate.
-    #[default(format!("{SERVICE_ACCOUNT}/ca.crt").into())]
-    pub ca_file: PathBuf,
+    #[serde(skip)]
+    #[default(Duration::from_secs(60))]
+    pub remove_absent_after: Duration,
+    /// Namespace and API server; by default those of the pod.
+    #[serde(skip)]
+    pub access: KubernetesAccess,
 }
 
 /// Keys of `[routing]`: the policy of a new cluster, what requests may override, and a table of
@@ -259,8 +271,9 @@ pub struct ModelConfig {
     /// `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, `engine` (by
     /// the engine's `/tokenize`), or `engine:FILE` (by that file, compared with the engine). See
     /// docs/guide/tokenizers.md.
-    #[default(Parsed(TokenizerSpec::Character))]
-    pub tokenizer: Parsed<TokenizerName>,
+    #[serde(with = "As::<TokenizerName>")]
+    #[default(TokenizerSpec::Character)]
+    pub tokenizer: TokenizerSpec,
     /// Chat template for `huggingface` and `engine:FILE`. Default: `chat_template.jinja`, else
     /// `tokenizer_config.json`, in the tokenizer's directory.
     pub chat_template: Option<PathBuf>,
@@ -297,7 +310,8 @@ pub struct BackendConfig {
     /// Address of the engine: `http://host:port` or `https://host:port`, with a path prefix if its
     /// API has one. The port is 80 or 443 by default. A host name is resolved again every 30 s.
     #[schemars(extend("x-basic" = true))]
-    pub url: Parsed<EngineUrl>,
+    #[serde(with = "As::<EngineUrl>")]
+    pub url: String,
     /// Model ids it serves; `*`: those the engine lists.
     #[schemars(length(min = 1))]
     #[default(vec!["*".to_owned()])]
@@ -315,7 +329,8 @@ pub struct BackendConfig {
     pub headers_file: Option<PathBuf>,
     /// Name that the engine's certificate must be for. It applies to this replica and this `url`
     /// only. Default: the host of the URL.
-    pub server_name: Option<Parsed<Host>>,
+    #[serde(with = "AsOption::<Host>")]
+    pub server_name: Option<String>,
     /// Capacity of its cache, of each rank if it has several, in blocks of the model's `block_size`.
     /// Default: as the engine reports, corrected by its responses.
     #[schemars(range(min = 1))]
@@ -345,17 +360,17 @@ pub struct DiscoveryConfig {
     /// Kind of source: `dns`, `file` or `kubernetes`. See docs/guide/discovery.md.
     #[schemars(extend("enum" = ["dns", "file", "kubernetes"]))]
     pub kind: String,
-    /// `dns`: the name of the engines with their port, such as `engines.prod.svc:8000`; for service
-    /// records (`records = "srv"`, or a name that begins with `_`) without a port.
+    /// `dns`: the name of the engines with their port, such as `engines.prod.svc:8000`, whose A
+    /// records are looked up, or AAAA if there are none; or a name of SRV records, which begins
+    /// with `_` and has no port.
     pub name: Option<String>,
-    /// `dns`: the records to look up: `a`, `aaaa`, `srv`, or `auto`: `srv` if the name begins with
-    /// `_`, otherwise `a`, or `aaaa` if there are none.
-    pub records: RecordsName,
     /// `dns`: longest time between two lookups. A shorter TTL shortens it, down to 1 s.
-    #[default(ms(10_000))]
-    pub interval: Parsed<Span>,
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(10))]
+    pub interval: Duration,
     /// `dns`: name server to ask. Default: the system's.
-    pub resolver: Option<Parsed<Address>>,
+    #[serde(with = "AsOption::<Address>")]
+    pub resolver: Option<SocketAddr>,
     /// `file`: the file, read again within 2 s of a change: a list of tables with the keys of
     /// `[[backends]]`, as TOML, or as JSON if its name ends in `.json`.
     pub path: Option<PathBuf>,
@@ -370,16 +385,11 @@ pub struct DiscoveryConfig {
     #[schemars(range(min = 1))]
     pub port: Option<u16>,
     /// `kubernetes`: URL of the API server. Default: that of the pod's cluster.
-    pub api_server: Option<Parsed<EngineUrl>>,
-    /// `kubernetes`: file with the token for the API server.
-    #[default(format!("{SERVICE_ACCOUNT}/token").into())]
-    pub token_file: PathBuf,
-    /// `kubernetes`: file with the authorities of the API server's certificate.
-    #[default(format!("{SERVICE_ACCOUNT}/ca.crt").into())]
-    pub ca_file: PathBuf,
+    #[serde(with = "AsOption::<EngineUrl>")]
+    pub api_server: Option<String>,
     /// `dns` and `kubernetes`: scheme of the engines' URLs: `http` or `https`, which needs
     /// certificates for addresses.
-    pub scheme: SchemeName,
+    pub scheme: EngineScheme,
     /// `dns` and `kubernetes`: port of the engines' KV events, at the same address.
     #[schemars(range(min = 1))]
     pub kv_events_port: Option<u16>,
@@ -400,39 +410,15 @@ pub struct DiscoveryConfig {
     #[schemars(range(min = 1))]
     pub capacity_blocks: Option<u32>,
     /// How long a backend that its source no longer lists drains before it is removed.
-    #[default(ms(30_000))]
-    pub remove_after: Parsed<Span>,
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(30))]
+    pub remove_after: Duration,
     /// Largest fraction of a source's backends that may drain at once because the source no longer
     /// lists them, or says that they are not ready. The others stay until those are gone.
+    #[serde(with = "As::<FractionForm>")]
     #[schemars(extend("anyOf" = [{ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }, { "type": "string" }]))]
-    #[default(Parsed(500))]
-    pub max_remove_fraction: Parsed<FractionForm>,
-}
-
-/// DNS records that are looked up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum RecordsName {
-    /// `srv` for names that begin with `_`; otherwise `a`, or `aaaa` if there are none.
-    #[default]
-    Auto,
-    /// IPv4 addresses.
-    A,
-    /// IPv6 addresses.
-    Aaaa,
-    /// Hosts with ports.
-    Srv,
-}
-
-/// Scheme of engines' URLs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum SchemeName {
-    /// Plain HTTP.
-    #[default]
-    Http,
-    /// HTTP over TLS.
-    Https,
+    #[default(500)]
+    pub max_remove_fraction: u32,
 }
 
 impl ListenConfig {
@@ -440,13 +426,13 @@ impl ListenConfig {
     #[must_use]
     pub fn host(&self) -> String {
         match (&self.advertise, self.peer.ip()) {
-            (Some(host), _) => host.0.clone(),
+            (Some(host), _) => host.clone(),
             (None, peer) if peer.is_ipv6() => format!("[{peer}]"),
             (None, peer) => peer.to_string(),
         }
     }
 }
 
-fn loopback(port: u16) -> Parsed<Address> {
-    Parsed(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
+fn loopback(port: u16) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, port))
 }

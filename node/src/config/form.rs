@@ -8,17 +8,13 @@ use std::time::Duration;
 use api::engines::backends::{AllowedEngines, EngineUrl as BaseUrl};
 use api::prompt::TokenizerSpec;
 use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
-use api::settings::{self, NamedForm, is_span, span};
+use api::settings;
+use state::form::{NamedForm, is_span, span};
 use tracing_subscriber::EnvFilter;
 
 use super::identity::IdSource;
 
-pub(super) use api::settings::{Form, Parsed, Span, SpanOrZero, ms, show_duration};
-
-/// Returns the parsed values of a list.
-pub(crate) fn values<F: Form<Value: Clone>>(list: &[Parsed<F>]) -> Vec<F::Value> {
-    list.iter().map(|parsed| parsed.0.clone()).collect()
-}
+pub(super) use state::form::{As, AsList, AsOption, Span, SpanOrZero, show_duration};
 
 /// Returns the format called `name` of this module or of `api::settings`, if there is one.
 pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
@@ -26,7 +22,7 @@ pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
     own.or_else(|| settings::named(name))
 }
 
-api::forms! {
+state::forms! {
     /// A range of durations, such as `150ms..300ms`.
     SpanRange: Range<Duration> = "time-span-range" {
         pattern: r"^.+\.\..+$",
@@ -57,22 +53,6 @@ api::forms! {
         integers: (0, Some(1)),
         read: sample,
         show: show_sample,
-    }
-    /// A number of bytes above zero.
-    Size: u64 = "size" {
-        pattern: r"^\d+ *(B|kB|MB|GB|KiB|MiB|GiB)?$",
-        expected: "a size in bytes above zero, such as \"32MiB\"",
-        integers: (1, None),
-        read: |text| size(text).filter(|bytes| *bytes > 0),
-        show: show_size,
-    }
-    /// An HTTP error status, from 400 to 599.
-    Status: u16 = "http-status" {
-        pattern: r"^[45]\d\d$",
-        expected: "an HTTP status from 400 to 599",
-        integers: (400, Some(599)),
-        read: |text| text.parse().ok().filter(|status| (400..=599).contains(status)),
-        show: u16::to_string,
     }
     /// IP address and port of a listener.
     Address: SocketAddr = "address" {
@@ -121,13 +101,6 @@ api::forms! {
         pattern: "^/",
         expected: "a path, such as \"/generate\", except control routes of engines",
         read: |text| api::proxy::is_plain(text).then(|| text.to_owned()),
-        show: String::clone,
-    }
-    /// Path of a request to an engine, such as a probe.
-    UrlPath: String = "url-path" {
-        pattern: "^/",
-        expected: "a path, such as \"/health\"",
-        read: |text| is_url_path(text).then(|| text.to_owned()),
         show: String::clone,
     }
     /// URL of an engine.
@@ -232,33 +205,6 @@ fn one(places: usize) -> u32 {
     (0..places).fold(1, |one, _| one * 10)
 }
 
-fn size(text: &str) -> Option<u64> {
-    let digits = text.find(|c: char| !c.is_ascii_digit());
-    let (number, unit) = text.split_at(digits.unwrap_or(text.len()));
-    let unit = match unit.trim_start() {
-        "" | "B" => 1,
-        "kB" => 1_000,
-        "MB" => 1_000_000,
-        "GB" => 1_000_000_000,
-        "KiB" => 1 << 10,
-        "MiB" => 1 << 20,
-        "GiB" => 1 << 30,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(unit)
-}
-
-fn show_size(bytes: &u64) -> String {
-    let units = [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-    let unit = units
-        .into_iter()
-        .find(|(unit, _)| bytes.is_multiple_of(*unit));
-    unit.map_or_else(
-        || bytes.to_string(),
-        |(unit, name)| format!("{}{name}", bytes / unit),
-    )
-}
-
 /// Formats a network; a single address without a prefix length.
 fn show_prefix(prefix: &IpPrefix) -> String {
     let text = prefix.to_string();
@@ -295,10 +241,6 @@ fn is_plain_name(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(is_plain)
 }
 
-fn is_url_path(text: &str) -> bool {
-    text.starts_with('/') && text.parse::<http::uri::PathAndQuery>().is_ok()
-}
-
 /// Whether the text is a log level or filter. Accepts a bare word only as a level: as a target it
 /// would silence all others.
 fn is_log_filter(text: &str) -> bool {
@@ -314,17 +256,9 @@ const LOG_LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"]
 mod tests {
     use std::fmt::Debug;
 
-    use super::*;
+    use state::form::Form;
 
-    #[test]
-    fn sizes_are_read_with_binary_and_decimal_units() {
-        assert_eq!(Size::read("32MiB"), Some(32 << 20));
-        assert_eq!(Size::read("5 kB"), Some(5_000));
-        assert_eq!(Size::read("7"), Some(7));
-        for wrong in ["", "MiB", "-1", "1.5MiB", "99999999999GiB", "1mib", "0"] {
-            assert_eq!(Size::read(wrong), None, "{wrong}");
-        }
-    }
+    use super::*;
 
     #[test]
     fn fractions_are_above_zero_and_up_to_one() {
@@ -401,12 +335,6 @@ mod tests {
     }
 
     #[test]
-    fn url_paths_begin_with_a_slash() {
-        let wrong = ["", "health", "http://a/health", "/a b", "/\n"];
-        check(is_url_path, &["/", "/health", "/v1/models?limit=1"], &wrong);
-    }
-
-    #[test]
     fn hosts_with_ports_may_be_names_or_addresses() {
         let right = [
             "a:1",
@@ -450,8 +378,6 @@ mod tests {
     #[test]
     fn written_settings_round_trip() {
         reads_the_same::<SpanRange>("150ms..300ms");
-        reads_the_same::<Size>("3MiB");
-        reads_the_same::<Size>("12345");
         reads_the_same::<FractionForm>("0.5");
         reads_the_same::<FractionForm>(".125");
         reads_the_same::<FractionForm>("1");

@@ -5,10 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 
-use api::settings::{
-    AdmissionForm, FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues,
-};
+use api::settings::{FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues};
 use serde_json::{Value, json};
+use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
 use state::policy::RoutingSettings;
 
@@ -33,7 +32,7 @@ static KEYS: LazyLock<FoundingKeys> = LazyLock::new(|| {
     let of = |settings: serde_json::Result<Value>| names(settings.expect("keys are texts"));
     FoundingKeys {
         routing: of(serde_json::to_value(RoutingSettings::default())),
-        admission: of(serde_json::to_value(AdmissionForm::default())),
+        admission: of(serde_json::to_value(AdmissionSettings::default())),
         backends: of(serde_json::to_value(spec)),
     }
 });
@@ -46,8 +45,7 @@ pub(super) fn founds(section: &str, name: &str) -> bool {
         "routing" if below.is_empty() => name == "policy" || KEYS.routing.contains(name),
         "routing" => POLICY_NAMES.contains(&below),
         "models" => name == "policy",
-        "admission" if below.is_empty() => KEYS.admission.contains(name),
-        "admission" => KEYS.admission.contains(below),
+        "admission" => KEYS.admission.contains(name),
         "users" => below == "defaults" || below.starts_with("defaults."),
         "backends" => name != "id" && KEYS.backends.contains(name),
         _ => false,
@@ -64,7 +62,7 @@ pub(super) fn file_settings(
     let founding = ReplicatedSettings {
         policy: &config.policy,
         routing: &config.routing,
-        admission: &config.admission,
+        admission: &config.admission.founding,
         user_defaults: &config.user_defaults,
     };
     let founding = founding.values(config.backends.iter());

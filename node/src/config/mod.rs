@@ -1,7 +1,8 @@
 //! Configuration. Reads the file, environment variables and flags into a checked [`Config`], and
 //! reports all errors together.
 //!
-//! `file`, `traffic`, `admission`, `picker` and `tls` define the keys, as structs. `schema` derives
+//! `file`, `traffic`, `admission` and `tls` define the keys, as structs, beside the settings of the
+//! code that uses them. `schema` derives
 //! from them which values a key takes, `read` merges the layers, and `check` validates what
 //! involves several keys.
 
@@ -19,10 +20,7 @@ mod founding;
 pub(crate) mod fuzzing;
 mod identity;
 pub(crate) mod key_file;
-mod logging;
 mod models;
-mod picker;
-mod picker_settings;
 mod print;
 mod read;
 #[cfg(test)]
@@ -37,54 +35,45 @@ pub(crate) mod tokens_file;
 mod traffic;
 
 use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use api::admin::AdminTokens;
-use api::engines::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
+use admin::AdminTokens;
+use api::engines::backends::{EngineAddressRules, EngineKeys};
 use api::engines::discovery::SourceSettings;
 use api::prompt::ModelSettings;
-use api::proxy::picker::PickerSettings;
-use api::proxy::{ApiKeys, FieldRules, HeaderRules};
+use api::proxy::ApiKeys;
 use api::routing::SelectSettings;
 use api::settings::FileSettings;
 use serde_json::Value;
-use state::admission::AdmissionSettings;
 use state::command::{BackendSpec, UserDefaults};
 use state::ids::ReplicaId;
 use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 
 use self::read::{Layers, Settings};
 
-pub use api::settings::Parsed;
 pub use error::{ConfigError, ConfigErrors, Place};
 pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig, StatefulSetConfig};
-pub(crate) use form::{LogFilter, values};
+pub(crate) use form::LogFilter;
 pub use identity::IdSource;
-pub use picker::{BodyModeName, PickerConfig};
 pub use print::{print, print_basic};
 pub use schema::schema;
 pub use tls::{
     AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, PickerTlsConfig, TlsConfig,
 };
 pub use traffic::{
-    AccessFormat, AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat,
-    ProbesConfig, RetryConfig, TimeoutsConfig, TracingConfig, UsageConfig, UsersConfig,
+    AdminConfig, CorsConfig, DrainConfig, LogConfig, LogFormat, RequestsConfig, TracingConfig,
+    UsageConfig, UsersConfig,
 };
 
-/// The checked configuration of `quorate serve`.
+/// The checked configuration of `quorate serve`: the file's sections, through `Deref`, and what was
+/// made of those that need more than reading.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Whether it may start although others can reach what is not protected.
-    pub insecure: bool,
+    /// The file's sections. Use the fields below for what they are made into.
+    pub sections: ConfigFile,
     /// This replica's id.
     pub id: ReplicaId,
-    /// Identity and storage, from `[node]`.
-    pub node: NodeConfig,
-    /// Addresses of the listeners, from `[listen]`.
-    pub listen: ListenConfig,
-    /// Name, members and replication of the cluster, from `[cluster]`.
-    pub cluster: ClusterConfig,
     /// How the replica finds its cluster at the first start.
     pub formation: Formation,
     /// The secret that the replicas of the cluster share; `None` if none is configured.
@@ -103,16 +92,6 @@ pub struct Config {
     pub routing: RoutingSettings,
     /// Labels that a backend must have.
     pub select: SelectSettings,
-    /// Longest queue at which engines are preferred for an adapter in their memory.
-    pub queueing_threshold_lora: u32,
-    /// When circuits open.
-    pub circuit: CircuitSettings,
-    /// Paths that are routed besides the built-in ones.
-    pub extra_paths: Vec<String>,
-    /// Body fields that are refused or removed.
-    pub fields: FieldRules,
-    /// Headers that are removed.
-    pub strip_headers: HeaderRules,
     /// Names in the certificates of engines, by URL, where it is not the host of the URL.
     pub server_names: BTreeMap<String, String>,
     /// Which addresses engines may have.
@@ -125,43 +104,25 @@ pub struct Config {
     pub admin_tokens: Option<AdminTokens>,
     /// Files that contain keys.
     pub secret_files: Vec<PathBuf>,
-    /// Admission settings of a new cluster.
-    pub admission: AdmissionSettings,
     /// What users of a new cluster have who were not given their own.
     pub user_defaults: UserDefaults,
-    /// Maximum waiting time in overload.
-    pub codel_target: Duration,
-    /// Highest priority that a request can have.
-    pub priority_max: i16,
-    /// How gateways are talked to that ask for endpoints.
-    pub picker: PickerSettings,
-    /// Certificates, from `[tls]`.
-    pub tls: TlsConfig,
-    /// Who may use the admin API, from `[admin]`.
-    pub admin: AdminConfig,
-    /// Web pages that may use this replica, from `[cors]`.
-    pub cors: CorsConfig,
-    /// How users are identified, from `[users]`.
-    pub users: UsersConfig,
-    /// Limits of clients' connections, requests and bytes, from `[limits]`.
-    pub limits: LimitsConfig,
-    /// Usage reports to request from engines, from `[usage]`.
-    pub usage: UsageConfig,
-    /// How long clients and engines may take, from `[timeouts]`.
-    pub timeouts: TimeoutsConfig,
-    /// Health probes of backends, from `[probes]`.
-    pub probes: ProbesConfig,
-    /// Retries on other backends, from `[retry]`.
-    pub retry: RetryConfig,
-    /// How long shutdown may take, from `[drain]`.
-    pub drain: DrainConfig,
-    /// Log and access log, from `[log]`.
-    pub log: LogConfig,
-    /// Export of spans, from `[tracing]`.
-    pub tracing: TracingConfig,
     /// Values of the replicated settings as configured, which `quorate config diff` compares with the
     /// cluster's.
     pub file: FileSettings,
+}
+
+impl Deref for Config {
+    type Target = ConfigFile;
+
+    fn deref(&self) -> &ConfigFile {
+        &self.sections
+    }
+}
+
+impl DerefMut for Config {
+    fn deref_mut(&mut self) -> &mut ConfigFile {
+        &mut self.sections
+    }
 }
 
 /// How a replica without data finds its cluster.
@@ -260,18 +221,6 @@ pub struct Loaded {
     pub(crate) values: Value,
     /// Where values that are set come from, by path.
     places: BTreeMap<String, Place>,
-}
-
-impl Loaded {
-    /// A fault of a key's value that shows only when the value is used.
-    pub(crate) fn fault(&self, key: &str, message: String, expected: &str) -> ConfigErrors {
-        let error = ConfigError {
-            message,
-            expected: expected.to_owned(),
-            place: self.places.get(key).cloned().unwrap_or(Place::Nowhere),
-        };
-        ConfigErrors::new(self.file.clone(), self.text.clone(), vec![error])
-    }
 }
 
 /// Reads and checks a config.

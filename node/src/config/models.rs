@@ -38,7 +38,7 @@ fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<Mod
     if !found.is_sound(&format!("{path}.tokenizer")) {
         return None;
     }
-    let (spec, template) = (model.tokenizer.0.clone(), model.chat_template.as_deref());
+    let (spec, template) = (model.tokenizer.clone(), model.chat_template.as_deref());
     let has_files = matches!(
         spec,
         TokenizerSpec::HuggingFace(_) | TokenizerSpec::EngineOr(_)

@@ -13,9 +13,6 @@ use toml::de::{DeTable, DeValue};
 use super::error::{ConfigError, Place, line_and_column};
 use super::schema::{self, SCHEMA, expected, fit, join};
 
-/// Names of policies that are reserved for later versions.
-const LATER_POLICIES: [&str; 1] = ["dlpm"];
-
 /// Lists of tables, which variables cannot set, each with the way to set it.
 const LISTS: [(&str, &str); 3] = [
     (
@@ -91,13 +88,6 @@ impl Settings {
         !refused.any(|it| is_below(it, path) || is_below(path, it))
     }
 
-    /// Returns the first key that is set in a table.
-    pub(super) fn first_within(&self, table: &str) -> Option<String> {
-        let prefix = format!("{table}.");
-        let mut set = self.places.keys();
-        set.find(|path| path.starts_with(&prefix)).cloned()
-    }
-
     /// Adds an error at the place where `path` is set. Does not affect [`Self::is_sound`].
     pub(super) fn refuse(&mut self, path: &str, message: String, expected: &str) {
         let place = self.places.get(path).cloned().unwrap_or(Place::Nowhere);
@@ -148,11 +138,7 @@ impl Settings {
     }
 
     fn misfit(&mut self, path: &str, shown: &str, schema: &Value, place: Place) {
-        let is_later = |policy: &&str| path.ends_with("policy") && quoted(policy) == shown;
-        let message = match LATER_POLICIES.iter().any(is_later) {
-            true => format!("{path} = {shown} is not available in this version"),
-            false => format!("{path} is {shown}"),
-        };
+        let message = format!("{path} is {shown}");
         self.reject(path, message, expected(schema), place);
     }
 
@@ -209,11 +195,6 @@ impl Settings {
     fn unknown(&mut self, path: &str, schema: &Value, name: &Spanned<Cow<'_, str>>) {
         let (place, name) = (Place::File(name.span()), name.get_ref());
         let key = join(path, name);
-        if path == "routing" && LATER_POLICIES.contains(&&**name) {
-            let message = format!("[{key}] is not available in this version");
-            let expected = "the settings of an available policy".to_owned();
-            return self.error(message, expected, place);
-        }
         let mut siblings: Vec<_> = schema::properties(schema)
             .map(|(it, _)| it.clone())
             .collect();

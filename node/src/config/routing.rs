@@ -2,14 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use api::engines::backends::CircuitSettings;
 use api::routing::SelectSettings;
 use state::command::Rejection;
 use state::policy::{MODEL_POLICIES_MAX, PolicyConfig, RoutingSettings};
 
 use super::file::ConfigFile;
 use super::read::Settings;
-use super::traffic::CircuitConfig;
 
 /// Checks the settings of each policy.
 pub(super) fn check_policies(policies: &[PolicyConfig], found: &mut Settings) {
@@ -72,16 +70,5 @@ pub(super) fn select(file: &ConfigFile) -> SelectSettings {
     SelectSettings {
         allow: file.routing.allow_select,
         models: models.collect(),
-    }
-}
-
-/// Returns the settings of the circuit breakers.
-pub(super) fn circuit(config: &CircuitConfig) -> CircuitSettings {
-    CircuitSettings {
-        failures: config.failures,
-        failure_percent: config.failure_percent,
-        ejection_percent_max: config.max_ejection_percent,
-        backoff: *config.backoff,
-        backoff_max: *config.max_backoff,
     }
 }

@@ -108,10 +108,6 @@ pub struct PeerTlsConfig {
     pub key_file: Option<PathBuf>,
     /// Authorities of this cluster's replicas in PEM; two during a change from one to the other.
     pub ca_file: Option<PathBuf>,
-    /// Also talk to replicas that have no certificate yet: with `cluster.secret_file` if it is set,
-    /// otherwise without encryption. Only for moving a running cluster to certificates
-    /// (docs/guide/security.md).
-    pub optional: bool,
 }
 
 impl PeerTlsConfig {

@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use api::admin::{TokenEntry, read_tokens};
+use admin::{TokenEntry, read_tokens};
 
 /// Reads the tokens, one per line, as `name:role:sha256-hex`.
 ///

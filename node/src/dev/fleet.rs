@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::app::{Addresses, App, BoundSockets, ShutdownHandle};
 use crate::config::{
-    self, Config, ConfigError, ConfigErrors, Formation, ListenConfig, Origin, Parsed, Place,
+    self, Config, ConfigError, ConfigErrors, Formation, ListenConfig, Origin, Place,
 };
 use crate::json_client::JsonClient;
 
@@ -303,7 +303,7 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
             0 => 0,
             first => first + 10 * u16::from(id - 1) + offset,
         };
-        Parsed(([127, 0, 0, 1], port).into())
+        ([127, 0, 0, 1], port).into()
     };
     let listen = ListenConfig {
         data: at(0),
@@ -376,9 +376,9 @@ fn set_addresses(
     backends: &[BackendSpec],
 ) {
     config.listen = ListenConfig {
-        data: Parsed(addresses.data),
-        admin: Parsed(addresses.admin),
-        peer: Parsed(addresses.peer),
+        data: addresses.data,
+        admin: addresses.admin,
+        peer: addresses.peer,
         picker: None,
         advertise: None,
     };

@@ -130,35 +130,40 @@ fn writes_are_audited() {
 #[test]
 fn policies_admission_and_users_can_be_set() {
     let operator = Operator::new();
-    operator.done("policy set prefix-cache imbalance_abs_count=8");
-    let policy = operator.done("policy get");
+    operator.done("settings set policy prefix-cache imbalance_abs_count=8");
+    let policy = operator.done("settings get policy");
     assert!(
         policy.starts_with("policy ") && policy.contains("prefix-cache"),
         "{policy}"
     );
     assert_eq!(
-        operator.json("policy get")["config"]["imbalance_abs_count"],
+        operator.json("settings get policy")["config"]["imbalance_abs_count"],
         8
     );
-    operator.done("policy set session --model m");
+    operator.done("settings set policy session --model m");
     assert_eq!(
-        operator.json("policy get --model m")["config"]["policy"],
+        operator.json("settings get policy --model m")["config"]["policy"],
         "session"
     );
-    operator.done("policy unset --model m");
-    assert_eq!(operator.json("policy get --model m")["is_of_model"], false);
-    let refused = operator.refused("policy set nonsense");
+    operator.done("settings set policy --unset --model m");
+    assert_eq!(
+        operator.json("settings get policy --model m")["is_of_model"],
+        false
+    );
+    let refused = operator.refused("settings set policy nonsense");
     assert!(
         refused.contains("nonsense") && refused.contains("least-request"),
         "{refused}"
     );
 
-    operator.done("admission set max_queue=77 user_limits.tokens=5000");
+    operator.done("admission set max_queue=77 max_wait=20s");
     let admission = operator.json("admission get")["config"].clone();
     assert_eq!(admission["max_queue"], 77);
-    assert_eq!(admission["user_limits"]["tokens"], 5000);
-    operator.done("admission set user_limits.tokens=null");
-    assert_eq!(operator.json("admission get")["config"]["max_queue"], 77);
+    assert_eq!(admission["max_wait"], "20s");
+    operator.done("admission set max_wait=null");
+    let admission = operator.json("admission get")["config"].clone();
+    assert_eq!(admission["max_queue"], 77);
+    assert_eq!(admission["max_wait"], "10s");
     operator.done("routing set prediction_off_permille=300");
 
     operator.done("user set ada --weight 1.5 --requests 5");
@@ -187,10 +192,13 @@ fn shown_settings_can_be_written_back() {
         ("backend show a", "backend set a"),
         ("user show anonymous", "user set anonymous"),
         ("user show ada", "user set ada"),
-        ("policy get", "policy set"),
-        ("policy get --model m", "policy set --model m"),
-        ("routing get", "routing set"),
-        ("admission get", "admission set"),
+        ("settings get policy", "settings set policy"),
+        (
+            "settings get policy --model m",
+            "settings set policy --model m",
+        ),
+        ("settings get routing", "settings set routing"),
+        ("settings get admission", "settings set admission"),
     ] {
         let before = operator.json(shown);
         operator.fed(written, &before);

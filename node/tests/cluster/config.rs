@@ -92,7 +92,11 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
             "cache = \"shared\"\n[users.defaults.budget]\nday = 9\n",
         ),
     ];
-    let config = changed(dir, &replaced, "[routing.cost]\nnear_permille = 5\n");
+    let config = changed(
+        dir,
+        &replaced,
+        "[routing.cost]\nwaiting_ns_per_request = 5\n",
+    );
     let (_, at) = replica.leave().await;
     Replica::again((config, at))
 }
@@ -157,7 +161,7 @@ async fn a_changed_config_has_no_effect_until_applied() {
     assert_eq!(applied["differences"], json!([]), "{applied}");
     let keys = &applied["keys"];
     assert_eq!(
-        keys["routing.cost.near_permille"]["in_effect"], 5,
+        keys["routing.cost.waiting_ns_per_request"]["in_effect"], 5,
         "{applied}"
     );
     assert_eq!(

@@ -144,7 +144,7 @@ async fn requests_count_equally_through_picker_and_data_port() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_body_mode_gives_equal_answers() {
-    let (_dir, _engines, replica, http, at) = started_alone(1, |_| {}).await;
+    let (_dir, _engines, replica, _http, at) = started_alone(1, |_| {}).await;
     // With waiting streamed bodies, the gateway is asked for whole bodies.
     for (bodies, waits_for_heads) in [
         (BodySendMode::FullDuplexStreamed, false),
@@ -220,7 +220,7 @@ async fn a_users_limit_spans_picker_and_data_port() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_wait_for_a_place_at_any_picker() {
     let (_dir, engines, replicas, http, at) = started_with(3, 1, |config| {
-        config.admission.concurrency = state::admission::Concurrency::Fixed(2);
+        config.admission.founding.concurrency = state::admission::Concurrency::Fixed(2);
     })
     .await;
     let mut open = engines[0].watch_open();
@@ -377,10 +377,10 @@ async fn an_unformed_replica_is_live_but_not_serving() {
     let engines = engines(1).await;
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
-        picker: Some(Parsed(any)),
+        data: any,
+        admin: any,
+        peer: any,
+        picker: Some(any),
         advertise: None,
     };
     let bind = || BoundSockets::bind(&listen).unwrap();

@@ -1,8 +1,6 @@
 //! API keys of the cluster: created on one replica, used on another, revoked on the third (I102);
 //! stale key lists (I103), and budgets of users (I106).
 
-use api::users::api_keys::WhenStale;
-
 use super::*;
 
 /// Sends a request to `at` with this key; returns the status and the error code.
@@ -127,8 +125,7 @@ async fn a_budget_spent_on_one_replica_is_spent_on_all() {
 async fn an_isolated_replica_refuses_keys_until_it_reconnects() {
     let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
     let (mut config, addresses) = replicas.remove(0).leave().await;
-    config.users.when_stale = WhenStale::Refuse;
-    config.users.stale_after = Parsed(Duration::ZERO);
+    config.users.refuse_stale_keys_after = Duration::from_millis(1);
     let strict = Replica::again((config, addresses));
     http.ready(&at).await;
 

@@ -82,7 +82,7 @@ async fn another_engine_loads_the_adapter_beyond_the_threshold() {
     let http = Http::new();
     let replica = replica(&http, &engines, &dir, |config| {
         config.queueing_threshold_lora = 2;
-        config.admission.concurrency = state::admission::Concurrency::Fixed(1);
+        config.admission.founding.concurrency = state::admission::Concurrency::Fixed(1);
     })
     .await;
     let url = &format!("http://{}/v1/chat/completions", replica.addresses.data);

@@ -232,6 +232,7 @@ fn named_metrics() -> BTreeSet<String> {
     let mut folders = vec![
         Path::new(env!("CARGO_MANIFEST_DIR")).join("src"),
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/src"),
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/admin/src"),
     ];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(&folder).unwrap() {
@@ -252,8 +253,9 @@ fn named_metrics() -> BTreeSet<String> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_metrics_reference_matches_a_replica() {
+    let sources = TempDir::new().unwrap();
     let (_dir, _engines, replica, http, at) = started_alone(1, |config| {
-        config.discovery = vec![discovery::file_source(&dir.path().join("none.json"))];
+        config.discovery = vec![discovery::file_source(&sources.path().join("none.json"))];
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
@@ -314,7 +316,7 @@ async fn series_counts_match_the_reference_at_512_backends() {
         };
         config.backends = (0..BACKENDS).map(of).collect();
         // One probe is enough.
-        config.probes.interval = Parsed(Duration::from_secs(3600));
+        config.probes.interval = Duration::from_secs(3600);
     });
     let (http, at) = (Http::new(), replica.addresses);
     let scrape = async || http.metrics(at.admin).await;

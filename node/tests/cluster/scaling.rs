@@ -126,16 +126,16 @@ impl Pods {
     fn config(&self, id: u8) -> Config {
         let founders = &self.founders;
         let mut config = config(id.into(), founders, &self.engines, self.dir.path());
-        config.drain.dns_ttl = Parsed(Duration::from_millis(300));
+        config.drain.dns_ttl = Duration::from_millis(300);
         let cluster = &mut config.cluster;
         cluster.replace_lost = true;
         cluster.auto_promote = true;
-        cluster.promote_after = Parsed(Duration::from_millis(500));
+        cluster.promote_after = Duration::from_millis(500);
         let set = &mut cluster.statefulset;
         set.name = Some("quorate".to_owned());
-        set.namespace = Some("llm".to_owned());
-        set.api_server = Some(Parsed(self.api.url.clone()));
-        set.remove_absent_after = Parsed(ABSENT_AFTER);
+        set.access.namespace = Some("llm".to_owned());
+        set.access.api_server = api::engines::backends::EngineUrl::parse(&self.api.url).ok();
+        set.remove_absent_after = ABSENT_AFTER;
         config
     }
 
@@ -225,9 +225,9 @@ impl Pods {
 fn sockets() -> BoundSockets {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
+        data: any,
+        admin: any,
+        peer: any,
         picker: None,
         advertise: None,
     };

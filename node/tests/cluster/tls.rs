@@ -142,9 +142,9 @@ async fn replica(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica
 fn anywhere() -> ListenConfig {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
+        data: any,
+        admin: any,
+        peer: any,
         picker: None,
         advertise: None,
     }

@@ -3,7 +3,7 @@
 
 use std::process::Output;
 
-use api::admin::{AdminRole, NewToken};
+use admin::{AdminRole, NewToken};
 
 use super::*;
 
@@ -42,7 +42,7 @@ async fn guarded_on(
 /// outside its certificate.
 async fn everywhere(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
     let any = ListenConfig {
-        admin: Parsed("0.0.0.0:0".parse().unwrap()),
+        admin: "0.0.0.0:0".parse().unwrap(),
         ..anywhere()
     };
     guarded_on(&any, dir, engines, more).await

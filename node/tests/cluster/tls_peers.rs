@@ -133,8 +133,10 @@ fn a_reachable_peer_listener_must_be_protected() {
     assert!(loaded(&["insecure=true"]).is_ok());
     std::fs::write(&file, peer_section(&certs, 1)).unwrap();
     assert!(loaded(&[]).is_ok());
-    let told = loaded(&["tls.peer.optional=true"]).unwrap_err().to_string();
-    assert!(told.contains("tls.peer is optional"), "{told}");
+    let optional = ["cluster.authentication_optional=true"];
+    let told = loaded(&optional).unwrap_err().to_string();
+    let why = "cluster.authentication_optional is set";
+    assert!(told.contains(why), "{told}");
 }
 
 /// Returns a client that trusts these authorities.
@@ -303,16 +305,15 @@ async fn moves_to_certificates(before: Before) {
         config(id, &peers, &engines, dir.path());
         let file = dir.path().join(format!("n{id}.toml"));
         let text = std::fs::read_to_string(&file).unwrap();
-        let with_before = text.replace("[cluster]\n", &format!("[cluster]\n{had}"));
-        std::fs::write(&file, &with_before).unwrap();
+        let beginning = |keys: &str| text.replace("[cluster]\n", &format!("[cluster]\n{keys}"));
+        std::fs::write(&file, beginning(&had)).unwrap();
         replicas.push(Replica::run(read(file).unwrap(), sockets));
+        first.push(beginning(&format!("authentication_optional = true\n{had}")));
         plain.push(text);
-        first.push(with_before);
     }
     let at = addresses(&replicas);
     Http::new().ready(&at).await;
-    let optional = |id| peer_section(&certs, id) + "optional = true\n";
-    restart_each(&mut replicas, &dir, &first, optional).await;
+    restart_each(&mut replicas, &dir, &first, |id| peer_section(&certs, id)).await;
     restart_each(&mut replicas, &dir, &plain, |id| peer_section(&certs, id)).await;
     for at in &at {
         assert!(listens_to(at.peer, &certs, &[&certs]).await);

@@ -17,7 +17,7 @@ fn picker_section(certs: &Certs) -> String {
 /// Starts a replica that serves gateways.
 async fn picking(dir: &TempDir, engines: &[EngineHandle], certs: &Certs) -> Replica {
     let listen = ListenConfig {
-        picker: Some(Parsed("127.0.0.1:0".parse().unwrap())),
+        picker: Some("127.0.0.1:0".parse().unwrap()),
         ..anywhere()
     };
     let bound = BoundSockets::bind(&listen).unwrap();

@@ -158,8 +158,8 @@ async fn a_queued_and_retried_request_is_one_trace() {
         urls.push(Arc::clone(&rules).serve(engine).await);
     }
     let replicas = cluster_with(3, &[], &dir, |config| {
-        config.tracing.otlp_endpoint = Some(Parsed(endpoint.clone()));
-        config.admission.concurrency = Concurrency::Fixed(1);
+        config.tracing.otlp_endpoint = Some(endpoint.clone());
+        config.admission.founding.concurrency = Concurrency::Fixed(1);
         let backends = urls.iter().enumerate().map(|(engine, url)| {
             let id = format!("engine-{engine}");
             let spec = json!({ "id": id, "url": url, "models": ["emulated"] });

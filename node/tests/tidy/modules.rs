@@ -10,7 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use self::source::{Crate, Module, ModulePath};
 
 /// Crates, as folders.
-const CRATES: &[&str] = &["state", "raft", "api", "node/lab", "node", "chaos-tests"];
+const CRATES: &[&str] = &[
+    "state",
+    "raft",
+    "api",
+    "api/admin",
+    "node/lab",
+    "node",
+    "chaos-tests",
+];
 
 /// Longest chain of re-exports that is resolved.
 const HOPS_MAX: usize = 8;

@@ -259,9 +259,9 @@ fn rpc_error(error: &CallError) -> RPCError<Config> {
 }
 
 /// Returns the vote in a response, unless it would make this replica jump to a far higher term.
-fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Config>> {
+fn believed(answered: proto::Vote, requested: Vote) -> Result<Vote, Unreachable<Config>> {
     let term = answered.term;
-    if term <= term_max(asked.leader_id.term) {
+    if term <= term_max(requested.leader_id.term) {
         return Ok(answered.into());
     }
     tracing::warn!(term, "peer responded with an impossible term");

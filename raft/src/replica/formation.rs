@@ -232,12 +232,12 @@ impl ReplicaInner {
                 Err(error) => (Vec::new(), Some(error)),
             },
         };
-        let asked = addresses.iter().map(|address| async move {
+        let lookups = addresses.iter().map(|address| async move {
             let mut info = self.ask(address).await?;
             info.address.clone_from(address);
             Ok::<_, AskError>(info)
         });
-        let answers = join_all(asked).await;
+        let answers = join_all(lookups).await;
         let identity = &self.links.identity;
         let mut reports: Vec<_> = (addresses.iter().zip(&answers))
             .map(|(address, answer)| report(address, answer, identity))

@@ -341,8 +341,9 @@ impl ReplicaInner {
                 Err(error) => return Outcome::Unknown(error.to_string()),
             }
         }
-        let told = Node::from(member);
-        self.add_here(id, &told.address, Some(told.store)).await
+        let reported = Node::from(member);
+        self.add_here(id, &reported.address, Some(reported.store))
+            .await
     }
 
     /// Returns an error if the member `id` must not be replaced: it is heard, it responds with its
@@ -365,11 +366,11 @@ impl ReplicaInner {
     /// it again.
     async fn describe_here(&self, member: proto::Member) -> Outcome {
         let id = member.id;
-        let mut told = Node::from(member);
+        let mut reported = Node::from(member);
         let Some(known) = self.node(id) else {
             return Outcome::Refused(format!("replica {id} is not a member"));
         };
-        if known.store != told.store {
+        if known.store != reported.store {
             return Outcome::Refused(format!(
                 "replica {id} is a member with another store: a replica that lost its store joins \
                  under a new id (start it with another node.id and cluster.join, promote it, then \
@@ -377,15 +378,18 @@ impl ReplicaInner {
                  under its own with cluster.replace_lost"
             ));
         }
-        if let Err(why) = check_told(&told.address, &told.labels) {
+        if let Err(why) = check_told(&reported.address, &reported.labels) {
             return Outcome::Refused(why);
         }
-        told.cluster = known.cluster;
-        if known == told {
+        reported.cluster = known.cluster;
+        if known == reported {
             return self.changed(self.applied());
         }
-        self.write(ChangeMembers::SetNodes(BTreeMap::from([(id, told)])), true)
-            .await
+        self.write(
+            ChangeMembers::SetNodes(BTreeMap::from([(id, reported)])),
+            true,
+        )
+        .await
     }
 
     async fn promote_here(&self, promote: &proto::Promote) -> Outcome {

@@ -283,14 +283,14 @@ mod tests {
     fn a_repeated_reason_is_logged_rarely_and_a_new_one_at_once() {
         let start = Instant::now();
         let mut log = SearchLog::new(start);
-        let mut said = Vec::new();
+        let mut logged = Vec::new();
         let at = |tenths: u64| start + Duration::from_millis(100 * tenths);
         for tenths in 0..2500 {
             if log.is_due(at(tenths), &found("a")) {
-                said.push(tenths / 10);
+                logged.push(tenths / 10);
             }
         }
-        assert_eq!(said, [1, 3, 7, 15, 31, 63, 123, 183, 243]);
+        assert_eq!(logged, [1, 3, 7, 15, 31, 63, 123, 183, 243]);
         assert!(log.is_due(at(2500), &found("b")));
         assert!(
             !log.is_due(at(2505), &found("a")),

@@ -129,7 +129,7 @@ impl Gate {
             return self.peers.remove(&peer).is_some();
         };
         let before = self.peers.get(&peer);
-        let told = before.map_or(
+        let reported = before.map_or(
             PeerBacklog {
                 backlog,
                 heard_ms: now_ms,
@@ -140,7 +140,7 @@ impl Gate {
             |before| before.followed_by(backlog, now_ms),
         );
         let is_news = before.is_none_or(|before| before.backlog != backlog);
-        self.peers.insert(peer, told);
+        self.peers.insert(peer, reported);
         is_news
     }
 
@@ -149,8 +149,8 @@ impl Gate {
     pub fn least(&self, priority: i16, now_ms: u64) -> Option<u64> {
         self.peers
             .values()
-            .filter(|told| told.counts(now_ms) && told.backlog.priority == priority)
-            .map(|told| told.backlog.least_milli)
+            .filter(|reported| reported.counts(now_ms) && reported.backlog.priority == priority)
+            .map(|reported| reported.backlog.least_milli)
             .min()
     }
 
@@ -158,8 +158,13 @@ impl Gate {
     /// peers counts more than once.
     #[must_use]
     pub fn users(&self, now_ms: u64) -> u32 {
-        let fresh = self.peers.values().filter(|told| told.counts(now_ms));
-        fresh.fold(0, |sum, told| sum.saturating_add(told.backlog.users))
+        let fresh = self
+            .peers
+            .values()
+            .filter(|reported| reported.counts(now_ms));
+        fresh.fold(0, |sum, reported| {
+            sum.saturating_add(reported.backlog.users)
+        })
     }
 
     /// Whether a peer's report holds back a request with this priority and user counter.
@@ -171,9 +176,9 @@ impl Gate {
         now_ms: u64,
     ) -> bool {
         let most = milli_tokens(self.slack_tokens, weight_milli);
-        self.peers
-            .values()
-            .any(|told| told.counts(now_ms) && told.is_against(priority, counter_milli, most))
+        self.peers.values().any(|reported| {
+            reported.counts(now_ms) && reported.is_against(priority, counter_milli, most)
+        })
     }
 
     /// Adds the time since the last check to `blocked_ms` of each report that holds back a request
@@ -186,15 +191,15 @@ impl Gate {
         now_ms: u64,
     ) {
         let most = milli_tokens(self.slack_tokens, weight_milli);
-        for told in self.peers.values_mut() {
-            if told.counts(now_ms) && told.is_against(priority, counter_milli, most) {
-                let since_ms = told
+        for reported in self.peers.values_mut() {
+            if reported.counts(now_ms) && reported.is_against(priority, counter_milli, most) {
+                let since_ms = reported
                     .last_blocked_ms
                     .map_or(0, |last_blocked_ms| now_ms.saturating_sub(last_blocked_ms));
-                told.blocked_ms = told
+                reported.blocked_ms = reported
                     .blocked_ms
                     .saturating_add(since_ms.min(HELD_STEP_MS_MAX));
-                told.last_blocked_ms = Some(now_ms);
+                reported.last_blocked_ms = Some(now_ms);
             }
         }
     }
@@ -202,9 +207,13 @@ impl Gate {
     /// Resets the time for which reports have held this replica back, unless they have stalled.
     /// Without capacity, the engines hold requests back, not the peers.
     pub(super) fn no_room(&mut self) {
-        for told in self.peers.values_mut().filter(|told| !told.is_stalled()) {
-            told.blocked_ms = 0;
-            told.last_blocked_ms = None;
+        for reported in self
+            .peers
+            .values_mut()
+            .filter(|reported| !reported.is_stalled())
+        {
+            reported.blocked_ms = 0;
+            reported.last_blocked_ms = None;
         }
     }
 }

@@ -26,6 +26,5 @@ pub use retries::RetryAllowance;
 pub(crate) use crate::pricing::milli_tokens;
 pub use crate::pricing::{ChargeInput, Pricing};
 pub use crate::settings::{
-    AdmissionSettings, BATCH_MAX, Batching, BinSelection, Concurrency, MEMORY_Z_MILLI_MAX, Order,
-    SlaSettings,
+    AdmissionSettings, BATCH_MAX, Batching, BinSelection, Concurrency, Order,
 };

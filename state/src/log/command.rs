@@ -140,7 +140,7 @@ pub enum Command {
         /// Limits of the user. If they have no bound, the limits for all users apply.
         limits: UserLimits,
     },
-    /// Changes weight, limits, budget and models of a user: all given fields, or none.
+    /// Changes settings of a user: all given fields, or none.
     ConfigureUser(Box<UserChanges>),
     /// Sets the cache scope of one user, or of all users without their own.
     SetCacheScope {
@@ -377,6 +377,8 @@ pub struct UserChanges {
     pub budget: Option<Budget>,
     /// Models that the user may use; a trailing `*` matches any suffix. Empty if it may use all.
     pub models: Option<Vec<String>>,
+    /// Cache scope of the user; `Some(None)` removes the user\'s own.
+    pub cache: Option<Option<CacheScope>>,
 }
 
 /// Defaults of users. A user's own value of any of the four fields replaces that field as a whole.
@@ -426,6 +428,9 @@ impl UserChanges {
         ensure(self.weight_milli != Some(0), "weight_milli", "at least 1")?;
         self.limits.map_or(Ok(()), |limits| limits.validate())?;
         self.budget.map_or(Ok(()), |budget| budget.validate())?;
+        if let Some(Some(scope)) = &self.cache {
+            scope.validate()?;
+        }
         ensure(
             self.models.as_ref().is_none_or(|models| are_models(models)),
             "models",
@@ -485,15 +490,15 @@ pub struct Committed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::CostSettings;
+    use crate::policy::{CostSettings, EppSettings};
 
     #[test]
     fn settings_out_of_bounds_are_named() {
-        let near = CostSettings {
-            near_permille: 1001,
-            ..CostSettings::default()
+        let heavy = EppSettings {
+            kv_weight: 1001,
+            ..EppSettings::default()
         };
-        assert!(PolicyConfig::Cost(near).validate().is_err());
+        assert!(PolicyConfig::Epp(heavy).validate().is_err());
         assert_eq!(
             PolicyConfig::Cost(CostSettings::default()).validate(),
             Ok(())

@@ -66,7 +66,7 @@ pub enum AuditAction {
     RevokeKey,
     /// An API key got a new secret.
     RotateKey,
-    /// Weight, limits, budget or models of a user were set.
+    /// Settings of a user were changed together.
     ConfigureUser,
     /// The cache scope of a user was set, or the default one.
     SetCacheScope,

@@ -7,9 +7,8 @@ use crate::ids::{ModelKey, Slot, UserKey};
 use crate::ratios::TextSample;
 use crate::service::{
     self, Accuracy, AdaptiveLimit, BackendServiceView, BeliefSample, CapacityObservation,
-    CapacitySource, LimitFigures, ServiceSample, ServiceView,
+    CapacitySource, LimitFigures, LimitSettings, ServiceSample, ServiceView,
 };
-use crate::settings::AdmissionSettings;
 
 impl RouterState {
     pub(super) fn observe_service(&mut self, sample: &ServiceSample) -> bool {
@@ -31,7 +30,7 @@ impl RouterState {
         if capacity != capacity_before {
             self.ownership.set_capacity(slot, capacity);
         }
-        let settings = self.admission_settings().into_owned();
+        let settings = LimitSettings::from(&*self.admission_settings());
         let told = self.uncorrected_capacity_blocks(slot);
         let limit = &mut self.service.figures_mut(slot).limit;
         limit.observe(sample, &settings, told);
@@ -143,7 +142,7 @@ impl RouterState {
     }
 
     /// Returns the request limit of the backend in `slot`, and the figures that lead to it.
-    fn limits(&self, slot: Slot, settings: &AdmissionSettings) -> LimitFigures {
+    fn limits(&self, slot: Slot, settings: &LimitSettings) -> LimitFigures {
         let capacity = self.uncorrected_capacity_blocks(slot);
         match self.service.figures(slot) {
             Some(figures) => figures.limit.figures(settings, capacity),
@@ -153,7 +152,7 @@ impl RouterState {
 
     /// Returns the service figures to publish.
     pub(super) fn service_view(&self) -> ServiceView {
-        let settings = self.admission_settings();
+        let settings = LimitSettings::from(&*self.admission_settings());
         ServiceView::of(self.backends.iter().map(|backend| {
             let slot = backend.handle.slot;
             let figures = self.service.figures(slot);

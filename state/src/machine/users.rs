@@ -64,6 +64,7 @@ impl RouterState {
             limits,
             budget,
             models,
+            cache,
         } = changes;
         let key = user_key(self.config.hash_seed, &name);
         if !self.users.plan(key, &name, (budget, models)) {
@@ -81,6 +82,12 @@ impl RouterState {
             if !self.users.limit(key, &name, limits) {
                 return Err(Rejection::TooManyUsers);
             }
+        }
+        if let Some(scope) = cache {
+            if scope.is_some() && !self.users.keep(key, &name) {
+                return Err(Rejection::TooManyUsers);
+            }
+            self.caches.set(key, scope);
         }
         self.note(origin, AuditAction::ConfigureUser, name);
         Ok(())

@@ -29,8 +29,6 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance, mix, product};
 use super::{Candidate, PolicyRequest, Prices, Reason};
-use crate::reject::Rejection;
-use crate::validate::at_most;
 
 /// Settings of the `cost` policy. Integers, because settings are replicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
@@ -42,19 +40,15 @@ pub struct CostSettings {
     pub decode_ns_per_request: u32,
     /// Nanoseconds that each request waiting in the engine adds.
     pub waiting_ns_per_request: u32,
-    /// KV cache usage, in thousandths, above which each further thousandth adds to the cost.
-    #[schemars(range(max = 1000))]
-    pub kv_pressure_from_permille: u32,
-    /// Nanoseconds added per thousandth of KV cache usage above `kv_pressure_from_permille`.
-    pub kv_pressure_ns_per_permille: u32,
-    /// Price of eviction: each block that a request would evict from a full cache costs this share,
-    /// in thousandths, of recomputing it.
-    #[schemars(range(max = 1000))]
-    pub eviction_permille: u32,
-    /// Costs within this many thousandths of the lowest count as equal.
-    #[schemars(range(max = 1000))]
-    pub near_permille: u32,
 }
+
+/// KV cache usage, in thousandths, above which each further thousandth adds to the cost.
+const KV_PRESSURE_FROM_PERMILLE: u32 = 900;
+/// Nanoseconds added per thousandth of KV cache usage above [`KV_PRESSURE_FROM_PERMILLE`].
+const KV_PRESSURE_NS_PER_PERMILLE: u32 = 5_000_000;
+/// Price of eviction: each block that a request would evict from a full cache costs this share, in
+/// thousandths, of recomputing it.
+const EVICTION_PERMILLE: u64 = 300;
 
 impl Default for CostSettings {
     fn default() -> Self {
@@ -62,25 +56,11 @@ impl Default for CostSettings {
             prefill_ns_per_token: 100_000,
             decode_ns_per_request: 1_000_000,
             waiting_ns_per_request: 50_000_000,
-            kv_pressure_from_permille: 900,
-            kv_pressure_ns_per_permille: 5_000_000,
-            eviction_permille: 300,
-            near_permille: 20,
         }
     }
 }
 
 impl Policy for CostSettings {
-    fn validate(&self) -> Result<(), Rejection> {
-        at_most("eviction_permille", self.eviction_permille, 1000)?;
-        at_most("near_permille", self.near_permille, 1000)?;
-        at_most(
-            "kv_pressure_from_permille",
-            self.kv_pressure_from_permille,
-            1000,
-        )
-    }
-
     fn needs(&self) -> PolicyInputs<'_> {
         PolicyInputs {
             learnt: true,
@@ -105,7 +85,7 @@ impl Policy for CostSettings {
                 let cost = costs.of(candidate);
                 if copies { cost.ahead_ns } else { cost.sum() }
             },
-            near: Tolerance::Permille(self.near_permille),
+            near: Tolerance::Near,
             prefers_prefix: true,
             reason: Reason::LeastCost,
         }
@@ -158,12 +138,12 @@ impl Costs<'_> {
         let prefill_ns = u64::from(prices.prefill_ns_per_token);
         let pressure_permille = candidate
             .kv_usage_permille
-            .saturating_sub(settings.kv_pressure_from_permille);
+            .saturating_sub(KV_PRESSURE_FROM_PERMILLE);
         let ahead = [
             candidate.pending_prefill_tokens.saturating_mul(prefill_ns),
             product(candidate.running, prices.decode_ns_per_request),
             product(candidate.waiting, settings.waiting_ns_per_request),
-            product(pressure_permille, settings.kv_pressure_ns_per_permille),
+            product(pressure_permille, KV_PRESSURE_NS_PER_PERMILLE),
         ];
         let own = self.request.uncached_tokens(candidate.matched);
         let work_ns = own
@@ -184,7 +164,7 @@ impl Costs<'_> {
         let evicted = new.saturating_sub(candidate.free_blocks);
         product(evicted, self.request.tokens_per_block)
             .saturating_mul(prefill_ns)
-            .saturating_mul(u64::from(self.settings.eviction_permille))
+            .saturating_mul(EVICTION_PERMILLE)
             / 1000
     }
 

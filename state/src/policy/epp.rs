@@ -36,15 +36,12 @@ pub struct EppSettings {
     pub kv_weight: u32,
     /// Minimum number of tokens that a match must save.
     pub min_match_tokens: u32,
-    /// Minimum share of the prompt's blocks that a match must cover, in thousandths.
-    #[schemars(range(max = 1000))]
-    pub min_match_permille: u32,
-    /// Longest engine queue at which an engine with the adapter loaded is preferred.
-    pub lora_waiting_max: u32,
-    /// Scores within this many thousandths of the sum of weights count as equal.
-    #[schemars(range(max = 1000))]
-    pub near_permille: u32,
 }
+
+/// Longest engine queue at which an engine with the adapter loaded is preferred.
+const LORA_WAITING_MAX: u32 = 50;
+/// Difference of scores that count as equal, in thousandths of the sum of weights.
+const NEAR_PERMILLE: u64 = 10;
 
 impl Default for EppSettings {
     fn default() -> Self {
@@ -53,9 +50,6 @@ impl Default for EppSettings {
             queue_weight: 2,
             kv_weight: 2,
             min_match_tokens: 64,
-            min_match_permille: 0,
-            lora_waiting_max: 50,
-            near_permille: 10,
         }
     }
 }
@@ -69,9 +63,7 @@ impl Policy for EppSettings {
             self.weights() > 0,
             "prefix_weight",
             "at least one of prefix_weight, queue_weight and kv_weight above 0",
-        )?;
-        at_most("min_match_permille", self.min_match_permille, 1000)?;
-        at_most("near_permille", self.near_permille, 1000)
+        )
     }
 
     fn ranks<'a>(
@@ -118,9 +110,7 @@ impl Epp<'_> {
     fn missing_prefix(&self, candidate: &Candidate) -> u64 {
         let matched = candidate.matched.min(self.request.blocks);
         let is_worth_it = product(matched, self.request.tokens_per_block)
-            >= u64::from(self.settings.min_match_tokens)
-            && u64::from(matched) * 1000
-                >= product(self.settings.min_match_permille, self.request.blocks);
+            >= u64::from(self.settings.min_match_tokens);
         if matched == 0 || !is_worth_it {
             return PARTS;
         }
@@ -137,8 +127,7 @@ impl Epp<'_> {
 
 impl Ranks for Epp<'_> {
     fn rank(&self, _: usize, candidate: &Candidate) -> Rank {
-        let goes_first =
-            candidate.is_model_listed && candidate.waiting <= self.settings.lora_waiting_max;
+        let goes_first = candidate.is_model_listed && candidate.waiting <= LORA_WAITING_MAX;
         Rank {
             tier: u8::from(!goes_first),
             score: self.missing(candidate),
@@ -149,7 +138,7 @@ impl Ranks for Epp<'_> {
 
     fn near_limit(&self, best: u64) -> u64 {
         let sum = self.settings.weights() * PARTS / 1000;
-        let window = sum.saturating_mul(u64::from(self.settings.near_permille));
+        let window = sum.saturating_mul(NEAR_PERMILLE);
         Tolerance::Within(window).limit(best)
     }
 }

@@ -7,8 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use super::rank::{ByScore, Policy, Ranks, Tolerance};
 use super::{Candidate, PolicyRequest, Reason};
-use crate::reject::Rejection;
-use crate::validate::at_most;
 
 /// Settings of the `lmetric` policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
@@ -16,29 +14,19 @@ use crate::validate::at_most;
 pub struct LmetricSettings {
     /// Tokens added to the prefill: the cost of a fully cached request.
     pub base_tokens: u32,
-    /// Scores within this many thousandths of the lowest count as equal.
-    #[schemars(range(max = 1000))]
-    pub near_permille: u32,
 }
 
 impl Default for LmetricSettings {
     fn default() -> Self {
-        Self {
-            base_tokens: 256,
-            near_permille: 20,
-        }
+        Self { base_tokens: 256 }
     }
 }
 
 impl Policy for LmetricSettings {
-    fn validate(&self) -> Result<(), Rejection> {
-        at_most("near_permille", self.near_permille, 1000)
-    }
-
     fn ranks<'a>(&'a self, request: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
         ByScore {
             score: |candidate: &Candidate| score(self, request, candidate),
-            near: Tolerance::Permille(self.near_permille),
+            near: Tolerance::Near,
             prefers_prefix: true,
             reason: Reason::LeastCost,
         }

@@ -43,7 +43,6 @@ use crate::validate::{at_most, ensure, is_name};
 pub use chwbl::ChwblSettings;
 pub use cost::CostSettings;
 pub use epp::EppSettings;
-pub use least_kv::LeastKvSettings;
 pub use lmetric::LmetricSettings;
 pub use pair::{
     BackendPair, Disaggregate, Handover, PairSettings, PairSides, WholeReason, choose_pair,
@@ -188,7 +187,8 @@ policies! {
     #[serde(deserialize_with = "no_settings")]
     Random, "random", &random::Random;
     /// Least KV cache usage.
-    LeastKv(least_kv: LeastKvSettings), "least-kv", least_kv;
+    #[serde(deserialize_with = "no_settings")]
+    LeastKv, "least-kv", &least_kv::LeastKv;
     /// AIBrix: each user's recent tokens select a position among the backends, combined with
     /// utilisation.
     VtcBasic(vtc_basic: VtcBasicSettings), "vtc-basic", vtc_basic;

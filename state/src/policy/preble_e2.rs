@@ -41,9 +41,6 @@ pub struct PrebleE2Settings {
     pub prefill_ns_per_token: u32,
     /// Nanoseconds of load for each running request.
     pub decode_ns_per_request: u32,
-    /// Costs within this many thousandths of the lowest count as equal.
-    #[schemars(range(max = 1000))]
-    pub near_permille: u32,
 }
 
 impl Default for PrebleE2Settings {
@@ -54,7 +51,6 @@ impl Default for PrebleE2Settings {
             evicted_reuse_permille: 500,
             prefill_ns_per_token: 100_000,
             decode_ns_per_request: 1_000_000,
-            near_permille: 20,
         }
     }
 }
@@ -64,8 +60,7 @@ impl Policy for PrebleE2Settings {
         at_most("exploit_above_permille", self.exploit_above_permille, 1000)?;
         at_least("imbalance_milli", self.imbalance_milli, 1000)?;
         at_most("imbalance_milli", self.imbalance_milli, IMBALANCE_MILLI_MAX)?;
-        at_most("evicted_reuse_permille", self.evicted_reuse_permille, 1000)?;
-        at_most("near_permille", self.near_permille, 1000)
+        at_most("evicted_reuse_permille", self.evicted_reuse_permille, 1000)
     }
 
     fn ranks<'a>(
@@ -150,7 +145,7 @@ impl Ranks for PrebleE2<'_> {
     }
 
     fn near_limit(&self, best: u64) -> u64 {
-        Tolerance::Permille(self.settings.near_permille).limit(best)
+        Tolerance::Near.limit(best)
     }
 
     fn prefers_prefix(&self) -> bool {

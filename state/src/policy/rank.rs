@@ -160,18 +160,21 @@ pub(super) struct ByScore<F> {
 pub(super) enum Tolerance {
     /// Only equal scores.
     Equal,
-    /// Scores that exceed the best one by at most this many thousandths.
-    Permille(u32),
+    /// Scores that exceed the best one by at most [`NEAR_PERCENT`].
+    Near,
     /// Scores that exceed the best one by at most this much.
     Within(u64),
 }
+
+/// Difference of scores that count as equal, in percent of the lowest one.
+const NEAR_PERCENT: u128 = 2;
 
 impl Tolerance {
     pub(super) fn limit(self, best: u64) -> u64 {
         match self {
             Self::Equal => best,
-            Self::Permille(permille) => {
-                let window = u128::from(best) * u128::from(permille) / 1000;
+            Self::Near => {
+                let window = u128::from(best) * NEAR_PERCENT / 100;
                 best.saturating_add(u64::try_from(window).unwrap_or(u64::MAX))
             }
             Self::Within(window) => best.saturating_add(window),

@@ -28,8 +28,8 @@ pub use capacity_correction::BeliefSample;
 pub(crate) use capacity_correction::CapacityCorrections;
 pub(crate) use learnt::PriceLearner;
 pub use learnt::{LEARNT_FIRST_TOKENS_MIN, LearntPrices};
-pub(crate) use limits::AdaptiveLimit;
 pub use limits::LimitFigures;
+pub(crate) use limits::{AdaptiveLimit, LimitSettings};
 pub use published::{BackendServiceView, CapacitySource, ServiceView};
 
 /// Maximum time to a first token, in microseconds. Bounds the sums of a sample.

@@ -313,8 +313,8 @@ impl ShareLedger {
     /// Iterates over the limited backends for which other replicas last reported waiting requests.
     pub fn wanted_elsewhere(&self) -> impl Iterator<Item = BackendRef> {
         let is_wanted = |backend: &BackendRef| {
-            let mut told = self.in_epoch().filter_map(|(_, it)| it.place(*backend));
-            told.any(|it| it.demand.waiting > 0)
+            let mut reported = self.in_epoch().filter_map(|(_, it)| it.place(*backend));
+            reported.any(|it| it.demand.waiting > 0)
         };
         self.backends().filter(is_wanted)
     }

@@ -84,8 +84,8 @@ impl Members {
         let direct: BTreeMap<ReplicaId, Run> =
             reports.iter().map(|(id, it)| (*id, it.run)).collect();
         let mut others = direct.clone();
-        let told = reports.iter().flat_map(|(_, it)| &it.heard);
-        for (id, run) in told.filter(|(id, _)| *id != me && !direct.contains_key(id)) {
+        let reported = reports.iter().flat_map(|(_, it)| &it.heard);
+        for (id, run) in reported.filter(|(id, _)| *id != me && !direct.contains_key(id)) {
             let known = others.entry(*id).or_insert(*run);
             *known = (*known).max(*run);
         }

@@ -311,7 +311,7 @@ proptest! {
     fn the_view_equals_a_set_of_owned_chains(
         ops in prop::collection::vec(
             (any::<bool>(), 0_usize..40, prop::collection::vec(0_u8..3, 1..11)), 1..120),
-        asked in prop::collection::vec(prop::collection::vec(0_u8..3, 1..13), 8),
+        queried in prop::collection::vec(prop::collection::vec(0_u8..3, 1..13), 8),
     ) {
         // Slots in clusters, so that lanes of one and of many words appear and disappear.
         let slot_of = |at: usize| Slot((at * at * 7 % BACKENDS_MAX) as u16);
@@ -331,7 +331,7 @@ proptest! {
                 prop_assert!(writer.shows(slot, *place, block), "{path:?} {place:?}");
                 prop_assert_eq!(writer.is_head(block), place.behind == 0);
             }
-            for path in asked.iter().chain([path]) {
+            for path in queried.iter().chain([path]) {
                 let chain = chain(path);
                 let expected = all.iter().map(|(slot, owned)| (slot.0, owned.matched(path)));
                 let expected: Vec<_> = expected.filter(|it| it.1 > 0).collect();

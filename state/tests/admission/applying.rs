@@ -1,8 +1,9 @@
 //! Admission in the state: commands and snapshots. A state without it does not change.
 
 use state::admission::{AdmissionSettings, ChargeInput};
+use state::caches::CacheScope;
 use state::command::{
-    Charge, Command, Founding, Item, Lane, Rejection, Reply, UserDefaults, UserSpec,
+    Charge, Command, Founding, Item, Lane, Rejection, Reply, UserChanges, UserDefaults, UserSpec,
 };
 use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
@@ -130,6 +131,40 @@ fn weight_and_limits_are_set_atomically() {
     assert_eq!(driver.apply(1, set(500, none)), Reply::Applied);
     let user = driver.state.user_named("bob").unwrap();
     assert_eq!((user.weight_milli, user.limits), (500, None));
+    assert_eq!(driver.state.check(), Ok(()));
+}
+
+#[test]
+fn scope_and_weight_are_set_atomically() {
+    let set = |weight_milli, scope| {
+        Command::ConfigureUser(Box::new(UserChanges {
+            name: "bob".to_owned(),
+            weight_milli: Some(weight_milli),
+            cache: Some(scope),
+            ..UserChanges::default()
+        }))
+    };
+    let own = |driver: &Driver| {
+        let bob = user_key(common::HASH_SEED, "bob");
+        driver.state.view().caches().own(bob).cloned()
+    };
+    let nameless = CacheScope::Group(String::new());
+    let mut driver = Driver::new();
+    for wrong in [set(0, Some(CacheScope::Own)), set(500, Some(nameless))] {
+        let refused = driver.apply(1, wrong);
+        assert!(matches!(
+            refused,
+            Reply::Rejected(Rejection::Invalid { .. })
+        ));
+        assert_eq!(driver.state.user_named("bob"), None);
+        assert_eq!(own(&driver), None);
+    }
+    let both = set(2000, Some(CacheScope::Own));
+    assert_eq!(driver.apply(1, both), Reply::Applied);
+    assert_eq!(own(&driver), Some(CacheScope::Own));
+    assert_eq!(driver.state.user_named("bob").unwrap().weight_milli, 2000);
+    assert_eq!(driver.apply(1, set(500, None)), Reply::Applied);
+    assert_eq!(own(&driver), None);
     assert_eq!(driver.state.check(), Ok(()));
 }
 

@@ -6,7 +6,7 @@
 #![allow(dead_code, reason = "chaos-tests takes what it needs")]
 
 use proptest::prelude::*;
-use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
+use state::admission::{AdmissionSettings, Concurrency};
 use state::budgets::Budget;
 use state::caches::CacheScope;
 use state::command::{
@@ -290,29 +290,15 @@ fn admission() -> impl Strategy<Value = AdmissionSettings> {
         1 => Just(Concurrency::Unlimited),
         1 => (0_u32..3).prop_map(Concurrency::Fixed),
     ];
-    (
-        concurrency,
-        0_u16..6,
-        0_u32..80_000,
-        0_u32..3,
-        user_limits(),
+    (concurrency, 0_u16..6, 0_u32..80_000, user_limits()).prop_map(
+        |(concurrency, bins, inter_token_us, user_limits)| AdmissionSettings {
+            concurrency,
+            bins,
+            inter_token_us,
+            user_limits,
+            ..AdmissionSettings::default()
+        },
     )
-        .prop_map(
-            |(concurrency, bins, inter_token_us, batch_min, user_limits)| {
-                let sla = SlaSettings {
-                    inter_token_us,
-                    batch_min,
-                    ..SlaSettings::default()
-                };
-                AdmissionSettings {
-                    concurrency,
-                    bins,
-                    sla,
-                    user_limits,
-                    ..AdmissionSettings::default()
-                }
-            },
-        )
 }
 
 /// Budgets that some charges use up.
@@ -329,38 +315,42 @@ fn user_changes() -> impl Strategy<Value = Command> {
         prop::option::of(user_limits()),
         prop::option::of(budget()),
         models,
+        prop::option::of(prop::option::of(scope())),
     )
-        .prop_map(|((_, name), weight_milli, limits, budget, models)| {
+        .prop_map(|((_, name), weight_milli, limits, budget, models, cache)| {
             Command::ConfigureUser(Box::new(UserChanges {
                 name,
                 weight_milli,
                 limits,
                 budget,
                 models,
+                cache,
             }))
         })
 }
 
-fn user_defaults() -> impl Strategy<Value = Command> {
-    let scopes = vec![
+fn scope() -> impl Strategy<Value = CacheScope> {
+    let group = |name: &str| CacheScope::Group(name.to_owned());
+    let scopes = [
         CacheScope::Shared,
         CacheScope::Own,
-        CacheScope::Group("team".to_owned()),
+        group("team"),
+        group(""),
     ];
-    (
-        0_u32..3000,
-        user_limits(),
-        budget(),
-        prop::sample::select(scopes),
-    )
-        .prop_map(|(weight_milli, limits, budget, cache)| {
+    prop::sample::select(scopes.to_vec())
+}
+
+fn user_defaults() -> impl Strategy<Value = Command> {
+    (0_u32..3000, user_limits(), budget(), scope()).prop_map(
+        |(weight_milli, limits, budget, cache)| {
             Command::PutUserDefaults(Box::new(UserDefaults {
                 weight_milli,
                 limits,
                 budget,
                 cache,
             }))
-        })
+        },
+    )
 }
 
 fn discover() -> impl Strategy<Value = Command> {

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use state::RouterState;
-use state::admission::{AdmissionSettings, SlaSettings};
+use state::admission::AdmissionSettings;
 use state::command::{
     BackendSpec, Charge, Command, Envelope, Founding, Item, Lane, Origin, Reply, UserSpec,
 };
@@ -205,13 +205,10 @@ pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
 pub(crate) fn admission() -> AdmissionSettings {
     AdmissionSettings {
         // Spelled out because the golden snapshot contains them, independent of the defaults.
-        queue_max: 10_000,
-        wait_ms_max: 60_000,
+        max_queue: 10_000,
+        max_wait_ms: 60_000,
         bins: 4,
-        sla: SlaSettings {
-            inter_token_us: 50_000,
-            ..SlaSettings::default()
-        },
+        inter_token_us: 50_000,
         ..AdmissionSettings::default()
     }
 }

@@ -36,13 +36,18 @@ mod url;
 #[cfg(test)]
 mod tests;
 
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
 use state::command::{BACKENDS_MAX, EngineFacts};
+use state::form::{As, AsOption, Span};
 use state::ids::{BackendRef, Slot, UserKey};
 use state::{Backend, StateView};
 use tokio::sync::watch;
@@ -74,6 +79,7 @@ use health::HealthTable;
 
 use crate::base::clock::Clock;
 use crate::cluster::events::{ClusterEvent, EventBus};
+use crate::settings::UrlPath;
 use crate::users::isolation::CACHE_SALT_LABEL;
 
 /// Health and engine metrics of the registered backends, as one replica knows them.
@@ -93,45 +99,43 @@ pub struct Backends {
 /// The Gateway API's endpoint picker has the same default.
 pub const QUEUEING_THRESHOLD_LORA: u32 = 50;
 
-/// Settings of the probes.
-#[derive(Debug, Clone)]
+/// Keys of `[probes]`: how often engines are probed, and what counts as healthy.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
 pub struct ProbeSettings {
-    /// Pause between the end of one probe and the start of the next, less up to a tenth as jitter.
+    /// Pause between two health probes of a backend. Two failures in a row make it unhealthy, one
+    /// success makes it healthy.
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(1))]
     pub interval: Duration,
     /// Timeout of a probe.
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(2))]
     pub timeout: Duration,
+    /// Path to probe. Default: the first of `/ready`, `/health` and `/v1/models` that the engine
+    /// serves.
+    // SGLang's `/health` generates a token when idle, which is why it is not first.
+    #[serde(with = "AsOption::<UrlPath>")]
+    pub health_path: Option<String>,
+    /// Panic threshold, as in Envoy: when the share of healthy backends of a model, in percent, is
+    /// below this, those that served a request recently are used even if their probes time out or
+    /// get bad responses; if there were no requests recently, those that once did are tried with
+    /// single requests. Backends that refuse connections are never used. 0 disables it.
+    #[schemars(range(max = 100))]
+    #[default(50)]
+    pub panic_threshold_percent: u32,
+    /// File with an API key for probes, sent as `authorization: Bearer KEY` to the backends in the
+    /// config that have no `api_key_file` themselves. Default: none is sent.
+    pub api_key_file: Option<PathBuf>,
     /// Interval between reads of the model list.
+    #[serde(skip)]
+    #[default(Duration::from_secs(10))]
     pub models_interval: Duration,
     /// Interval at which the registry is checked for new and removed backends. For this long, a
     /// backend in a reused slot can be mistaken for the previous one.
+    #[serde(skip)]
+    #[default(Duration::from_millis(10))]
     pub registry_interval: Duration,
-    /// Path of the health probe. `None` selects the first of `/ready`, `/health`, `/v1/models` that
-    /// the engine supports. (SGLang's `/health` generates a token when idle, which is why it is not
-    /// first.)
-    pub health_path: Option<String>,
-    /// Panic threshold: minimum share of a model's backends that must be healthy for probes to be
-    /// trusted, in percent. Backends that refuse connections do not count. With 0, probes are
-    /// always trusted.
-    pub panic_threshold_percent: u32,
-    /// API keys of the engines that require one.
-    pub keys: EngineKeys,
-    /// Dialer for connections to engines.
-    pub dialer: EngineDialer,
-}
-
-impl Default for ProbeSettings {
-    fn default() -> Self {
-        Self {
-            interval: Duration::from_secs(1),
-            timeout: Duration::from_secs(2),
-            models_interval: Duration::from_secs(10),
-            registry_interval: Duration::from_millis(10),
-            health_path: None,
-            panic_threshold_percent: 50,
-            keys: EngineKeys::default(),
-            dialer: EngineDialer::default(),
-        }
-    }
 }
 
 /// Maximum age of a connection to a host name. Then the name is resolved again.
@@ -168,8 +172,8 @@ impl Backends {
     pub fn new(settings: ProbeSettings) -> Self {
         Self {
             board: HealthTable::new(BACKENDS_MAX),
-            keys: settings.keys.clone(),
-            dialer: settings.dialer.clone(),
+            keys: EngineKeys::default(),
+            dialer: EngineDialer::default(),
             settings: ArcSwap::from_pointee(settings),
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
@@ -186,6 +190,13 @@ impl Backends {
         self
     }
 
+    /// Sets the API keys of the engines that require one, and the dialer for connections to engines.
+    #[must_use]
+    pub fn dialing(mut self, keys: EngineKeys, dialer: EngineDialer) -> Self {
+        (self.keys, self.dialer) = (keys, dialer);
+        self
+    }
+
     /// Sets the circuit breaker settings.
     #[must_use]
     pub fn breaking(mut self, circuit: CircuitSettings) -> Self {
@@ -193,8 +204,8 @@ impl Backends {
         self
     }
 
-    /// Replaces the settings, which each backend's next probe uses. The keys, the dialer and
-    /// [`ProbeSettings::registry_interval`] stay those of the first settings.
+    /// Replaces the settings, which each backend's next probe uses.
+    /// [`ProbeSettings::registry_interval`] stays that of the first settings.
     pub fn replace_settings(&self, settings: ProbeSettings) {
         self.settings.store(Arc::new(settings));
     }
@@ -205,12 +216,12 @@ impl Backends {
     }
 
     /// Returns the dialer for connections to engines.
-    pub(crate) fn dialer(&self) -> &EngineDialer {
+    pub fn dialer(&self) -> &EngineDialer {
         &self.dialer
     }
 
     /// Checks whether the address rules allow `place`, the location of an engine.
-    pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
+    pub fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         self.dialer.check_place(place)
     }
 
@@ -432,7 +443,7 @@ impl Backends {
     }
 
     /// Whether responses in any form have reported cached tokens.
-    pub(crate) fn reports_cached_in_any_form(&self, backend: BackendRef) -> bool {
+    pub fn reports_cached_in_any_form(&self, backend: BackendRef) -> bool {
         self.cache_reports.tells_any(backend)
     }
 

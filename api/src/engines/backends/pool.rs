@@ -84,7 +84,7 @@ pub struct PoolCounters {
 ///
 /// # Errors
 /// Returns an OS error, most likely because the connection is already gone.
-pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
+pub fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keep_alive = TcpKeepalive::new()
         .with_time(keep_alive)

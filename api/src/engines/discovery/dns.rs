@@ -18,7 +18,7 @@ use hickory_resolver::proto::rr::{RData, RecordType};
 use state::discovery::{EngineCondition, ListedEngine, RefusedEngine};
 
 use super::source_status::{DiscoveryBoard, SourceReading};
-use super::{DnsRecords, DnsSource, EngineTemplate};
+use super::{DnsSource, EngineTemplate};
 use crate::engines::backends::EngineDialer;
 
 /// Minimum interval between lookups, whatever the TTL.
@@ -89,12 +89,9 @@ async fn look(
         None => resolver.insert(resolver_of(source).map_err(|error| error.to_string())?),
     };
     let name = &*source.name;
-    let port = source.port.unwrap_or_default();
-    match source.records {
-        DnsRecords::Srv => services(resolver, name).await,
-        DnsRecords::A => addresses(resolver, (name, port), &[RecordType::A]).await,
-        DnsRecords::Aaaa => addresses(resolver, (name, port), &[RecordType::AAAA]).await,
-        DnsRecords::Addresses => addresses(resolver, (name, port), BOTH).await,
+    match source.port {
+        None => services(resolver, name).await,
+        Some(port) => addresses(resolver, (name, port)).await,
     }
     .map_err(|error| match error.is_no_records_found() {
         true if error.is_nx_domain() => format!("the name {name} does not exist"),
@@ -105,7 +102,7 @@ async fn look(
 
 /// Record types in the order of preference. AAAA is queried only without A records, because an
 /// engine with both is one engine.
-const BOTH: &[RecordType] = &[RecordType::A, RecordType::AAAA];
+const KINDS: [RecordType; 2] = [RecordType::A, RecordType::AAAA];
 
 fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
     let mut builder = match source.resolver {
@@ -126,15 +123,14 @@ fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
     builder.build()
 }
 
-/// Looks up the addresses of `name`: records of the first of `kinds` that has any.
+/// Looks up the addresses of `name`: records of the first of [`KINDS`] that has any.
 async fn addresses(
     resolver: &TokioResolver,
     (name, port): (&str, u16),
-    kinds: &[RecordType],
 ) -> Result<NameAnswer, NetError> {
     let mut nothing = None;
-    for kind in kinds {
-        match resolver.lookup(name, *kind).await {
+    for kind in KINDS {
+        match resolver.lookup(name, kind).await {
             Ok(found) => {
                 let records = found.answers();
                 let addresses = records.iter().filter_map(|record| match &record.data {
@@ -172,7 +168,7 @@ async fn services(resolver: &TokioResolver, name: &str) -> Result<NameAnswer, Ne
         ..NameAnswer::default()
     };
     let looking = hosts.into_iter().map(|(host, port)| async move {
-        let looked = addresses(resolver, (&host, port), BOTH).await;
+        let looked = addresses(resolver, (&host, port)).await;
         (host, looked)
     });
     let mut looked = stream::iter(looking).buffer_unordered(HOSTS_AT_ONCE);

@@ -18,7 +18,7 @@ mod tests;
 pub use follow::{DiscoveryParts, run};
 pub use kubernetes::StatefulSetScale;
 pub use settings::{
-    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
-    PodChoice, SourceKind, SourceSettings,
+    DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice,
+    SourceKind, SourceSettings,
 };
 pub use source_status::{DiscoveryBoard, DiscoveryMetrics, SourceReport};

@@ -5,6 +5,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
 use state::command::{BackendRole, BackendSpec};
 use state::discovery::{EngineCondition, ListedEngine, SourceRules, is_id_char};
 
@@ -49,27 +52,13 @@ impl SourceKind {
 pub struct DnsSource {
     /// The host name to resolve.
     pub name: String,
-    /// Port of the engines; `None` uses the ports in the records.
+    /// Port of the engines at the name's addresses; `None`: the name has service records, which
+    /// contain hosts with ports.
     pub port: Option<u16>,
-    /// Record types to query.
-    pub records: DnsRecords,
     /// Maximum interval between lookups; a shorter TTL takes precedence.
     pub interval: Duration,
     /// Name server. `None` uses the system's resolver configuration.
     pub resolver: Option<SocketAddr>,
-}
-
-/// Types of DNS records that list engines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DnsRecords {
-    /// A records, or AAAA records if there are none.
-    Addresses,
-    /// A records, which contain IPv4 addresses.
-    A,
-    /// AAAA records, which contain IPv6 addresses.
-    Aaaa,
-    /// SRV records, which contain hosts with ports.
-    Srv,
 }
 
 /// Pods of a Kubernetes namespace that are engines.
@@ -83,16 +72,21 @@ pub struct KubernetesSource {
     pub port: Option<u16>,
 }
 
+/// Folder in which a pod finds what it shows to the API server.
+const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+
 /// A namespace, and how to reach its API server.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, SmartDefault)]
 pub struct KubernetesAccess {
     /// The namespace. `None` means that of the pod in which this replica runs.
     pub namespace: Option<String>,
     /// The API server. `None` means that of the cluster in which this pod runs.
     pub api_server: Option<EngineUrl>,
     /// File with the bearer token, reloaded when it changes.
+    #[default(format!("{SERVICE_ACCOUNT}/token").into())]
     pub token_file: PathBuf,
     /// File with the authorities of the API server's certificate.
+    #[default(format!("{SERVICE_ACCOUNT}/ca.crt").into())]
     pub ca_file: PathBuf,
 }
 
@@ -127,7 +121,8 @@ pub struct EngineTemplate {
 }
 
 /// Protocol of engines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
 pub enum EngineScheme {
     /// HTTP without TLS.
     #[default]

@@ -104,7 +104,9 @@ pub(super) struct RefusedReport {
 }
 
 impl SourceReport {
-    pub(crate) fn id(&self) -> &str {
+    /// Returns the id of the source.
+    #[must_use]
+    pub fn id(&self) -> &str {
         &self.id
     }
 }

@@ -1,9 +1,9 @@
 //! Makes one attempt: sends a request to the chosen backend and waits until the response begins.
 //!
-//! The result ([`Outcome`], [`AttemptError`]) alone determines what the backend's circuit breaker
-//! records, how the attempt is charged, and whether another backend may be tried. Another backend
-//! is tried only if this one certainly did not run the request, or if the prefill engine that it
-//! depends on failed (`bootstrap_rooms.rs`).
+//! The response or the [`AttemptError`] alone determines what the backend's circuit breaker
+//! records, how the attempt is charged ([`AttemptError::end`]), and whether another backend may be
+//! tried ([`AttemptError::may_retry`]): only if this one certainly did not run the request, or if
+//! the prefill engine that it depends on failed (`bootstrap_rooms.rs`).
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -15,7 +15,8 @@ use http::header::CONTENT_LENGTH;
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::Backend;
-use state::ids::{BackendRef, UserKey};
+use state::ids::{BackendRef, Slot, UserKey};
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
@@ -29,7 +30,7 @@ use crate::proxy::request::headers::{Hop, clean_answer, toward_engine};
 use crate::proxy::response::first_byte::begin;
 use crate::proxy::response::response_body::ERROR_BYTES_MAX;
 use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord, Usage};
-use crate::traces::{AttemptTrace, TraceHeaders};
+use crate::traces::TraceHeaders;
 use crate::users::isolation::CacheIsolation;
 
 /// Maximum time for reading the body of a refusal.
@@ -88,65 +89,34 @@ impl OutgoingRequest<'_> {
     }
 }
 
-/// Result of an attempt, from the request's point of view.
-pub(super) enum AttemptResult {
-    /// The backend's response. Its body has begun, or the wait for it is over.
-    Answered(Response<EngineBody>, Attempt),
-    /// The backend did not run the request, so another may be tried.
-    NotRun(NotRun),
-    /// No other backend is tried: this one may have run the request, the new connection to it broke,
-    /// or time ran out.
-    Lost(ProxyError),
+/// Response whose body has begun, with its attempt, or why there is none for the client.
+pub(super) type AttemptResult = Result<(Response<EngineBody>, Attempt), AttemptError>;
+
+/// Result of sending a request to the backend or pair of backends of one decision.
+pub(super) struct SentRequest {
+    pub(super) result: AttemptResult,
+    /// Time at which the request was sent to the backend that responds.
+    pub(super) at: Instant,
+    /// Slot of a prefill backend that did not transfer the prompt, if any. It is excluded from now
+    /// on.
+    pub(super) failed_prefill: Option<Slot>,
+    /// Slot of the backend at fault, if it is known and the request was not run.
+    pub(super) at_fault: Option<Slot>,
+    /// Whether trying another backend is pointless.
+    pub(super) is_final: bool,
 }
 
-/// Reason why a backend did not run a request.
-pub(in crate::proxy) enum NotRun {
-    /// No connection could be made, or the backend was removed.
-    Unreachable,
-    /// This replica had no descriptor or port for a connection.
-    OutOfConnections,
-    /// The backend responded with a redirect.
-    Redirected,
-    /// The engine that computes the prompt for this backend failed.
-    WithoutPrompt,
-    /// The backend refused with this response. `None` if it was too long or too slow to pass on.
-    Refused(Option<Response<Bytes>>),
-}
-
-impl NotRun {
-    /// Whether a retry counts against the retry budget, as it does unless the backend is
-    /// unreachable.
-    pub(super) fn was_load(&self) -> bool {
-        match self {
-            Self::Unreachable => false,
-            Self::OutOfConnections | Self::Redirected | Self::WithoutPrompt | Self::Refused(_) => {
-                true
-            }
+impl SentRequest {
+    /// Returns the result of an attempt that began at `at`, and who is at fault if it was not run.
+    pub(super) fn of(result: AttemptResult, at: Instant, at_fault: Option<Slot>) -> Self {
+        Self {
+            result,
+            at,
+            failed_prefill: None,
+            at_fault,
+            is_final: false,
         }
     }
-
-    /// Returns the refusal or the error that the client receives if no other backend is tried.
-    pub(in crate::proxy) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
-        match self {
-            Self::Unreachable => Err(ProxyError::Unreachable),
-            Self::OutOfConnections => Err(ProxyError::OutOfConnections),
-            Self::Redirected => Err(ProxyError::Redirected),
-            Self::WithoutPrompt => Err(ProxyError::EngineBroke),
-            Self::Refused(refusal) => refusal.ok_or(ProxyError::Refused),
-        }
-    }
-}
-
-/// Outcome of sending a request.
-enum Outcome {
-    /// A response that is relayed to the client.
-    Answer(Response<EngineBody>),
-    /// A response whose status means that the engine did not run the request.
-    Refusal(Response<EngineBody>),
-    /// A redirect, which is not relayed: a client that followed it to the engine would not be
-    /// counted.
-    Redirection,
-    Failure(AttemptError),
 }
 
 /// Reason why an attempt yielded no response for the client.
@@ -168,6 +138,11 @@ pub(in crate::proxy) enum AttemptError {
     TimedOutUnsent,
     /// The request was sent, but no response head arrived by the deadline.
     TimedOut,
+    /// The backend responded with a redirect, which is not relayed: a client that followed it to the
+    /// engine would not be counted.
+    Redirected,
+    /// The backend refused with this response. `None` if it was too long or too slow to pass on.
+    Refused(Option<Box<Response<Bytes>>>),
 }
 
 impl AttemptError {
@@ -197,6 +172,8 @@ impl AttemptError {
             Self::WithoutPrompt => "without-prompt",
             Self::TimedOutUnsent => "timed-out-unsent",
             Self::TimedOut => "timed-out",
+            Self::Redirected => "redirected",
+            Self::Refused(_) => "refused",
         }
     }
 
@@ -207,27 +184,35 @@ impl AttemptError {
             | Self::Unreachable(error)
             | Self::BrokeUnsent(error)
             | Self::Broke(error) => record.failed_with(self.label(), error),
-            Self::Gone | Self::WithoutPrompt | Self::TimedOutUnsent | Self::TimedOut => {
-                record.failed(self.label());
-            }
+            Self::Gone
+            | Self::WithoutPrompt
+            | Self::TimedOutUnsent
+            | Self::TimedOut
+            | Self::Redirected
+            | Self::Refused(_) => record.failed(self.label()),
         }
     }
 
     /// Reports the failure to the circuit breaker of `backend`. For a request that timed out after
-    /// it was sent, the end of the attempt reports it.
+    /// it was sent, the end of the attempt reports it; for a refusal, its status.
     pub(in crate::proxy) fn report(&self, proxy: &Proxy, backend: BackendRef, user: UserKey) {
         let (backends, now) = (&proxy.backends, Instant::now());
         match self {
-            Self::Gone | Self::OutOfConnections(_) | Self::WithoutPrompt | Self::TimedOut => {}
+            Self::Gone
+            | Self::OutOfConnections(_)
+            | Self::WithoutPrompt
+            | Self::TimedOut
+            | Self::Refused(_) => {}
             Self::Unreachable(_) | Self::TimedOutUnsent => {
                 backends.report_no_answer(backend, None, now);
             }
-            Self::BrokeUnsent(_) | Self::Broke(_) => {
+            Self::BrokeUnsent(_) | Self::Broke(_) | Self::Redirected => {
                 backends.report_no_answer(backend, Some(user), now);
             }
         }
     }
 
+    /// Returns the end of the attempt, by which it is charged.
     pub(in crate::proxy) fn end(&self) -> AttemptEnd {
         match self {
             Self::Gone
@@ -235,73 +220,45 @@ impl AttemptError {
             | Self::Unreachable(_)
             | Self::BrokeUnsent(_)
             | Self::WithoutPrompt
-            | Self::TimedOutUnsent => AttemptEnd::NotRun,
+            | Self::TimedOutUnsent
+            | Self::Redirected
+            | Self::Refused(_) => AttemptEnd::NotRun,
             Self::Broke(_) => AttemptEnd::Failed,
             // The engine may have been computing until the timeout.
             Self::TimedOut => AttemptEnd::Broken,
         }
     }
 
-    pub(super) fn result(&self) -> AttemptResult {
+    /// Whether another backend may be tried.
+    pub(super) fn may_retry(&self) -> bool {
         match self {
-            Self::WithoutPrompt => AttemptResult::NotRun(NotRun::WithoutPrompt),
-            Self::Gone | Self::Unreachable(_) => AttemptResult::NotRun(NotRun::Unreachable),
-            Self::OutOfConnections(_) => AttemptResult::NotRun(NotRun::OutOfConnections),
-            Self::BrokeUnsent(_) | Self::Broke(_) => AttemptResult::Lost(ProxyError::EngineBroke),
-            Self::TimedOutUnsent | Self::TimedOut => AttemptResult::Lost(ProxyError::EngineTimeout),
-        }
-    }
-}
-
-impl Outcome {
-    fn of(response: Response<EngineBody>, is_refusal: bool) -> Self {
-        let status = response.status();
-        if status.is_informational() {
-            // No client asked for a protocol upgrade.
-            Self::Failure(AttemptError::Broke(SendError::Ended))
-        } else if status.is_redirection() {
-            Self::Redirection
-        } else if is_refusal {
-            Self::Refusal(response)
-        } else {
-            Self::Answer(response)
+            Self::Gone
+            | Self::OutOfConnections(_)
+            | Self::Unreachable(_)
+            | Self::WithoutPrompt
+            | Self::Redirected
+            | Self::Refused(_) => true,
+            Self::BrokeUnsent(_) | Self::Broke(_) | Self::TimedOutUnsent | Self::TimedOut => false,
         }
     }
 
-    /// Records the outcome in the decision's record.
-    fn note(&self, record: &DecisionRecord) {
-        match self {
-            Self::Answer(response) | Self::Refusal(response) => {
-                record.answered(response.status().as_u16());
-            }
-            Self::Redirection => record.failed("redirected"),
-            Self::Failure(failure) => failure.note(record),
-        }
+    /// Whether the backend cannot be reached at all, so that a retry does not count against the
+    /// retry budget.
+    pub(super) fn is_unreachable(&self) -> bool {
+        matches!(self, Self::Gone | Self::Unreachable(_))
     }
 
-    /// Records the outcome in the attempt's span.
-    fn trace(&self, trace: &mut AttemptTrace) {
+    /// Returns the refusal or the error that the client receives if no other backend is tried.
+    pub(super) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
         match self {
-            Self::Answer(response) | Self::Refusal(response) => {
-                trace.answered(response.status().as_u16());
+            Self::Gone | Self::Unreachable(_) => Err(ProxyError::Unreachable),
+            Self::OutOfConnections(_) => Err(ProxyError::OutOfConnections),
+            Self::BrokeUnsent(_) | Self::Broke(_) | Self::WithoutPrompt => {
+                Err(ProxyError::EngineBroke)
             }
-            Self::Redirection => trace.failed("redirected"),
-            Self::Failure(failure) => trace.failed(failure.label()),
-        }
-    }
-
-    /// Reports the outcome to the backend's circuit breaker. A success counts only once its body
-    /// begins.
-    fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
-        let backend = decision.backend;
-        match self {
-            Self::Answer(response) | Self::Refusal(response) => {
-                report_status(proxy, backend, user, response.status());
-            }
-            Self::Redirection => {
-                report_status(proxy, backend, user, StatusCode::TEMPORARY_REDIRECT);
-            }
-            Self::Failure(failure) => failure.report(proxy, backend, user),
+            Self::TimedOutUnsent | Self::TimedOut => Err(ProxyError::EngineTimeout),
+            Self::Redirected => Err(ProxyError::Redirected),
+            Self::Refused(refusal) => refusal.map(|it| *it).ok_or(ProxyError::Refused),
         }
     }
 }
@@ -322,8 +279,8 @@ pub(in crate::proxy) fn report_status(
     }
 }
 
-/// Sends the request to the backend of `decision` and waits until the response begins. With
-/// `is_last`, returns a refusal as a response.
+/// Sends the request to the backend of `decision` and waits until the body of the response has
+/// begun, or the wait for it is over. With `is_last`, returns a refusal as a response.
 pub(super) async fn attempt(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
@@ -331,8 +288,7 @@ pub(super) async fn attempt(
     mut attempt: Attempt,
     is_last: bool,
 ) -> AttemptResult {
-    let proxied = sending.proxied;
-    let trace = proxied.trace_headers(attempt.trace());
+    let trace = sending.proxied.trace_headers(attempt.trace());
     let pending = PendingAttempt::of(attempt).bootstrap_session(sending.bootstrap_session.as_ref());
     let sent = {
         let request = Post {
@@ -346,63 +302,81 @@ pub(super) async fn attempt(
         timeout_at(sending.first_byte_by, sending.with_prompt(send)).await
     };
     let (mut attempt, is_sent) = pending.over();
-    let outcome = match sent {
-        Ok(Ok(response)) => {
-            let status = response.status();
-            // Engines respond with such a status when they cannot fetch the prompt's blocks.
-            let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
-            let is_refusal = is_transfer_lost || proxy.settings.retry_statuses.contains(&status);
-            Outcome::of(response, is_refusal && !is_last)
+    let mut response = match head_of(sent, is_sent) {
+        Ok(response) => response,
+        Err(failure) => {
+            failure.report(proxy, decision.backend, attempt.user());
+            return Err(fail(proxy, sending, decision, attempt, failure));
         }
-        Ok(Err(error)) => Outcome::Failure(AttemptError::of(error, is_sent)),
-        Err(_) if is_sent => Outcome::Failure(AttemptError::TimedOut),
-        Err(_) => Outcome::Failure(AttemptError::TimedOutUnsent),
     };
-    outcome.report(proxy, decision, attempt.user());
+    let status = response.status();
+    report_status(proxy, decision.backend, attempt.user(), status);
     if let Some(record) = &decision.record {
-        outcome.note(record);
+        record.answered(status.as_u16());
     }
     if let Some(trace) = attempt.trace() {
-        outcome.trace(trace);
+        trace.answered(status.as_u16());
     }
-    let failure = match outcome {
-        Outcome::Answer(mut response) => {
-            let begun = sending.with_prompt(begin(&mut response, sending.first_byte_by));
-            let Err(error) = begun.await else {
-                return AttemptResult::Answered(response, attempt);
-            };
-            if response.status().is_success() && !matches!(error, SendError::WithoutPrompt) {
-                let user = Some(attempt.user());
-                let now = Instant::now();
-                proxy.backends.report_no_answer(decision.backend, user, now);
-            }
-            let failure = AttemptError::of(error, is_sent);
-            if let Some(record) = &decision.record {
-                failure.note(record);
-            }
-            if let Some(trace) = attempt.trace() {
-                trace.failed(failure.label());
-            }
-            failure
-        }
-        Outcome::Refusal(response) => {
-            attempt.end(AttemptEnd::NotRun, Instant::now());
-            return AttemptResult::NotRun(NotRun::Refused(read_refusal(response).await));
-        }
-        Outcome::Redirection => {
-            attempt.end(AttemptEnd::NotRun, Instant::now());
-            return AttemptResult::NotRun(NotRun::Redirected);
-        }
-        Outcome::Failure(failure) => failure,
+    // Engines respond with such a status when they cannot fetch the prompt's blocks.
+    let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
+    if !is_last && (is_transfer_lost || proxy.settings.retry.takes(status)) {
+        attempt.end(AttemptEnd::NotRun, Instant::now());
+        let refusal = read_refusal(response).await;
+        return Err(AttemptError::Refused(refusal.map(Box::new)));
+    }
+    let begun = sending.with_prompt(begin(&mut response, sending.first_byte_by));
+    let Err(error) = begun.await else {
+        return Ok((response, attempt));
     };
+    if status.is_success() && !matches!(error, SendError::WithoutPrompt) {
+        let user = Some(attempt.user());
+        let now = Instant::now();
+        proxy.backends.report_no_answer(decision.backend, user, now);
+    }
+    let failure = AttemptError::of(error, is_sent);
+    Err(fail(proxy, sending, decision, attempt, failure))
+}
+
+/// Returns the response whose head has arrived, unless its status allows no relaying.
+fn head_of(
+    sent: Result<Result<Response<EngineBody>, SendError>, Elapsed>,
+    is_sent: bool,
+) -> Result<Response<EngineBody>, AttemptError> {
+    match sent {
+        // No client asked for a protocol upgrade.
+        Ok(Ok(response)) if response.status().is_informational() => {
+            Err(AttemptError::Broke(SendError::Ended))
+        }
+        Ok(Ok(response)) if response.status().is_redirection() => Err(AttemptError::Redirected),
+        Ok(Ok(response)) => Ok(response),
+        Ok(Err(error)) => Err(AttemptError::of(error, is_sent)),
+        Err(_) if is_sent => Err(AttemptError::TimedOut),
+        Err(_) => Err(AttemptError::TimedOutUnsent),
+    }
+}
+
+/// Ends an attempt with this failure, and records it.
+fn fail(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    mut attempt: Attempt,
+    failure: AttemptError,
+) -> AttemptError {
+    if let Some(record) = &decision.record {
+        failure.note(record);
+    }
+    if let Some(trace) = attempt.trace() {
+        trace.failed(failure.label());
+    }
     attempt.end(failure.end(), Instant::now());
     note(proxy, sending, (decision.backend, &decision.name), &failure);
-    failure.result()
+    failure
 }
 
 /// Logs a failed connection and applies its effects: reports the failure of the backend and, if the
 /// request had been sent, the broken connection to the poison requests. If this replica ran out of
-/// connections, closes idle ones instead. Does nothing after a timeout.
+/// connections, closes idle ones instead. Does nothing after a timeout or a response.
 pub(in crate::proxy) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -413,7 +387,11 @@ pub(in crate::proxy) fn note(
     let request_id = proxied.request_id.to_str().unwrap_or_default();
     let trace_id = || proxied.trace_id().map(tracing::field::display);
     match failure {
-        AttemptError::WithoutPrompt | AttemptError::TimedOutUnsent | AttemptError::TimedOut => {}
+        AttemptError::WithoutPrompt
+        | AttemptError::TimedOutUnsent
+        | AttemptError::TimedOut
+        | AttemptError::Redirected
+        | AttemptError::Refused(_) => {}
         AttemptError::Gone => {
             let error = SendError::Gone;
             tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "attempt failed");

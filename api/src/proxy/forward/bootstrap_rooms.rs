@@ -21,12 +21,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Response, StatusCode};
 use http_body_util::{BodyExt, Limited};
-use state::ids::Slot;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::attempt::{
-    AttemptError, AttemptResult, BootstrapSession, NotRun, OutgoingRequest, Post, attempt, note,
-    post, read_refusal,
+    AttemptError, AttemptResult, BootstrapSession, OutgoingRequest, Post, SentRequest, attempt,
+    note, post, read_refusal,
 };
 use crate::engines::backends::EngineUrl;
 use crate::engines::backends::pool::{EngineBody, SendError};
@@ -64,25 +63,6 @@ impl RemotePrefill {
     }
 }
 
-/// Result of an attempt on two engines.
-pub(super) struct PairResult {
-    pub(in crate::proxy) result: AttemptResult,
-    /// Slot of the backend at fault, if the request was not run.
-    pub(super) at_fault: Slot,
-    /// Whether another pair would give the same result, so that none is tried.
-    pub(super) is_final: bool,
-}
-
-impl PairResult {
-    fn of(result: AttemptResult, at_fault: Slot) -> Self {
-        Self {
-            result,
-            at_fault,
-            is_final: false,
-        }
-    }
-}
-
 /// Sends the request to both backends of the decision and waits until the response begins.
 ///
 /// # Errors
@@ -94,13 +74,13 @@ pub(super) async fn run_pair(
     (decision, chosen): (&Decision, &PrefillDecision),
     mut taken: Attempt,
     is_last: bool,
-) -> Result<PairResult, ProxyError> {
+) -> Result<SentRequest, ProxyError> {
     let at_fault = chosen.backend.slot;
     let members = bootstrap_members(proxy, sending, chosen);
     let (Some(prefill), Some(members)) = (taken.take_prefill(), members) else {
         taken.end(AttemptEnd::NotRun, Instant::now());
-        let result = AttemptResult::NotRun(NotRun::Unreachable);
-        return Ok(PairResult::of(result, at_fault));
+        let result = Err(AttemptError::Gone);
+        return Ok(SentRequest::of(result, Instant::now(), Some(at_fault)));
     };
     let bootstrap_session = Arc::new(BootstrapSession::default());
     sending.transfer = Some(members);
@@ -133,12 +113,12 @@ pub(super) async fn run_pair(
             }
         };
         if prefilled.is_none()
-            && let AttemptResult::Answered(response, _) = &mut result
+            && let Ok((response, _)) = &mut result
             && response.status().is_success()
         {
             match until_computed(computing, response, sending.first_byte_by).await {
                 Ok(done) => prefilled = done,
-                Err(failure) => result = end_failed(result, &failure),
+                Err(failure) => result = end_failed(result, failure),
             }
         }
         (result, prefilled)
@@ -154,6 +134,7 @@ pub(super) async fn run_pair(
         (decision, chosen),
         prefill,
         (result, prefilled),
+        began,
     )
 }
 
@@ -273,14 +254,10 @@ async fn until_computed(
 }
 
 /// Ends an attempt that failed after the response head and before the body.
-fn end_failed(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
-    match result {
-        AttemptResult::Answered(_, attempt) => {
-            attempt.end(failure.end(), Instant::now());
-            failure.result()
-        }
-        other => other,
-    }
+fn end_failed(result: AttemptResult, failure: AttemptError) -> AttemptResult {
+    let (_, attempt) = result?;
+    attempt.end(failure.end(), Instant::now());
+    Err(failure)
 }
 
 /// Applies the results of both engines to the attempts and the prefill backend.
@@ -290,60 +267,65 @@ fn settle(
     (decision, chosen): (&Decision, &PrefillDecision),
     mut prefill: PrefillAttempt,
     (result, prefilled): (AttemptResult, Option<RemotePrefill>),
-) -> Result<PairResult, ProxyError> {
+    began: Instant,
+) -> Result<SentRequest, ProxyError> {
     let now = Instant::now();
     let slots = (decision.backend.slot, chosen.backend.slot);
+    let sent = |result, at_fault| Ok(SentRequest::of(result, began, Some(at_fault)));
     match (result, prefilled) {
-        (AttemptResult::Answered(response, mut attempt), None)
-            if response.status().is_success() =>
-        {
+        (Ok((response, mut attempt)), None) if response.status().is_success() => {
             prefill.answered(None, now);
             attempt.prefilled(prefill, None, now);
-            let result = AttemptResult::Answered(response, attempt);
-            Ok(PairResult::of(result, slots.0))
+            sent(Ok((response, attempt)), slots.0)
         }
-        (AttemptResult::Answered(response, mut attempt), Some(RemotePrefill::Computed(usage))) => {
+        (Ok((response, mut attempt)), Some(RemotePrefill::Computed(usage))) => {
             prefill.answered(usage, now);
             attempt.prefilled(prefill, usage, now);
-            let result = AttemptResult::Answered(response, attempt);
-            Ok(PairResult::of(result, slots.0))
+            sent(Ok((response, attempt)), slots.0)
         }
         (result, Some(RemotePrefill::Computed(usage))) => {
             prefill.answered(usage, now);
             prefill.end(AttemptEnd::Finished);
-            Ok(PairResult::of(result, slots.0))
+            sent(result, slots.0)
         }
         (result, None) => {
             // The cause of a lost transfer is unknown; the prompt was not transferred yet.
-            let is_transfer = matches!(result, AttemptResult::NotRun(NotRun::Refused(_)));
-            let is_late = matches!(result, AttemptResult::Lost(ProxyError::EngineTimeout));
+            let is_transfer = matches!(result, Err(AttemptError::Refused(_)));
+            let is_late = matches!(
+                result,
+                Err(AttemptError::TimedOut | AttemptError::TimedOutUnsent)
+            );
             if is_late && prefill.is_sent() {
                 let (backends, user) = (&proxy.backends, Some(prefill.user()));
                 backends.report_no_answer(chosen.backend, user, now);
             }
             prefill.end(AttemptEnd::NotRun);
-            let at_fault = if is_transfer { slots.1 } else { slots.0 };
-            Ok(PairResult::of(result, at_fault))
+            sent(result, if is_transfer { slots.1 } else { slots.0 })
         }
         (result, Some(failed)) => {
-            if let AttemptResult::Answered(_, attempt) = result {
+            if let Ok((_, attempt)) = result {
                 attempt.end(AttemptEnd::NotRun, now);
             }
-            without_prompt(proxy, sending, chosen, prefill, failed)
+            let (failure, is_final) = without_prompt(proxy, sending, chosen, prefill, failed)?;
+            Ok(SentRequest {
+                is_final,
+                ..SentRequest::of(Err(failure), began, Some(slots.1))
+            })
         }
     }
 }
 
-/// Handles a failed prefill engine, which fails the whole attempt.
+/// Handles a failed prefill engine, which fails the whole attempt. Returns the failure, and whether
+/// another pair would give the same result, so that none is tried.
 fn without_prompt(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
     chosen: &PrefillDecision,
     prefill: PrefillAttempt,
     prefilled: RemotePrefill,
-) -> Result<PairResult, ProxyError> {
+) -> Result<(AttemptError, bool), ProxyError> {
     let (backend, user, now) = (chosen.backend, prefill.user(), Instant::now());
-    let (result, is_final) = match prefilled {
+    match prefilled {
         RemotePrefill::Refused(status, refusal) => {
             let is_clients = status.is_client_error();
             match is_clients {
@@ -351,8 +333,8 @@ fn without_prompt(
                 false => proxy.backends.report_no_answer(backend, Some(user), now),
             }
             prefill.end(AttemptEnd::NotRun);
-            let is_final = is_clients && !proxy.settings.retry_statuses.contains(&status);
-            (NotRun::Refused(refusal), is_final)
+            let is_final = is_clients && !proxy.settings.retry.takes(status);
+            Ok((AttemptError::Refused(refusal.map(Box::new)), is_final))
         }
         RemotePrefill::Failed(failure) => {
             failure.report(proxy, backend, user);
@@ -365,19 +347,14 @@ fn without_prompt(
                 proxy.metrics.suspects_refused.inc();
                 return Err(ProxyError::BreaksBackends);
             }
-            let unrun = match failure.result() {
-                AttemptResult::NotRun(how) => how,
-                AttemptResult::Answered(..) | AttemptResult::Lost(_) => NotRun::WithoutPrompt,
+            let failure = match failure.may_retry() {
+                true => failure,
+                false => AttemptError::WithoutPrompt,
             };
-            (unrun, false)
+            Ok((failure, false))
         }
-        RemotePrefill::Computed(_) => (NotRun::WithoutPrompt, false),
-    };
-    Ok(PairResult {
-        result: AttemptResult::NotRun(result),
-        at_fault: backend.slot,
-        is_final,
-    })
+        RemotePrefill::Computed(_) => Ok((AttemptError::WithoutPrompt, false)),
+    }
 }
 
 #[cfg(test)]

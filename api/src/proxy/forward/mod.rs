@@ -25,7 +25,7 @@ use state::quotas::{LimitKind, LimitRejection};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use self::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
+use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt};
 use self::bootstrap_rooms::run_pair;
 use self::disaggregate::disaggregate;
 use self::request_context::ProxiedRequest;
@@ -87,11 +87,11 @@ pub(super) async fn forward(
         }
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
-        let is_last = tried + 1 >= proxy.settings.attempts_max;
+        let is_last = tried + 1 >= proxy.settings.retry.attempts as usize;
         let sent = send(proxy, &mut sending, &decision, taken, is_last).await?;
         excluded.extend(sent.failed_prefill);
-        match sent.result {
-            AttemptResult::Answered(response, attempt) => {
+        let failure = match sent.result {
+            Ok((response, attempt)) => {
                 if sending.transfer.is_some() {
                     proxy.metrics.stages.decoded(sent.at.elapsed());
                 }
@@ -99,19 +99,21 @@ pub(super) async fn forward(
                 let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
                 return Ok(ForwardResult::Relayed(relayed));
             }
-            AttemptResult::Lost(failure) => return Err(failure),
-            AttemptResult::NotRun(reason) if is_last || sent.is_final => return give_up(reason),
-            AttemptResult::NotRun(reason) if reason.was_load() && !request_metrics.may_retry() => {
-                proxy.metrics.retries_refused.inc();
-                return give_up(reason);
-            }
-            AttemptResult::NotRun(reason) => last = Some(reason),
+            Err(failure) => failure,
+        };
+        if !failure.may_retry() || is_last || sent.is_final {
+            return give_up(failure);
+        }
+        if !failure.is_unreachable() && !request_metrics.may_retry() {
+            proxy.metrics.retries_refused.inc();
+            return give_up(failure);
         }
         proxy.metrics.retries.inc();
         tried += 1;
         let at_fault = sent.at_fault;
-        let at_fault = at_fault.unwrap_or_else(|| fault(&decision, &sending, last.as_ref()));
-        exclude(proxy, at_fault, last.as_ref(), &mut excluded);
+        let at_fault = at_fault.unwrap_or_else(|| fault(&decision, &sending, &failure));
+        exclude(proxy, at_fault, &failure, &mut excluded);
+        last = Some(failure);
     }
 }
 
@@ -184,20 +186,6 @@ fn trace(
     trace.attempts(&decision.name, "answer")
 }
 
-/// Result of sending a request to the backend or pair of backends of one decision.
-struct SentRequest {
-    result: AttemptResult,
-    /// Time at which the request was sent to the backend that responds.
-    at: Instant,
-    /// Slot of a prefill backend that did not transfer the prompt, if any. It is excluded from now
-    /// on.
-    failed_prefill: Option<Slot>,
-    /// Slot of the backend at fault, if it is known and the request was not run.
-    at_fault: Option<Slot>,
-    /// Whether trying another backend is pointless.
-    is_final: bool,
-}
-
 /// Sends the request to the backends of `decision`: a single one, two in turn, or two at once.
 async fn send(
     proxy: &Arc<Proxy>,
@@ -211,18 +199,9 @@ async fn send(
     (sending.transfer, sending.bootstrap_session) = (None, None);
     let prefill = decision.prefill.as_ref();
     if let Some(chosen) = prefill.filter(|chosen| chosen.handover == Handover::Room) {
-        let at = Instant::now();
         taken.set_hidden_output(hidden);
         // Large and rare, so it should not be part of every request's future.
-        let met = Box::pin(run_pair(proxy, sending, (decision, chosen), taken, is_last));
-        let met = met.await?;
-        return Ok(SentRequest {
-            result: met.result,
-            at,
-            failed_prefill: None,
-            at_fault: Some(met.at_fault),
-            is_final: met.is_final,
-        });
+        return Box::pin(run_pair(proxy, sending, (decision, chosen), taken, is_last)).await;
     }
     let (mut taken, transfer) = match prefill {
         None => (taken, None),
@@ -233,12 +212,10 @@ async fn send(
     taken.set_hidden_output(hidden);
     sending.watched.sent();
     let at = Instant::now();
+    let result = attempt(proxy, sending, decision, taken, is_last).await;
     Ok(SentRequest {
-        result: attempt(proxy, sending, decision, taken, is_last).await,
-        at,
         failed_prefill: failed_prefill.map(|prefill| prefill.backend.slot),
-        at_fault: None,
-        is_final: false,
+        ..SentRequest::of(result, at, None)
     })
 }
 
@@ -275,22 +252,21 @@ fn outgoing<'a>(
     (sending, wanted)
 }
 
-/// Returns the slot to exclude after a request was not run for this `reason`, if it is known.
-fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, reason: Option<&NotRun>) -> Slot {
-    match (reason, &decision.prefill) {
+/// Returns the slot to exclude after this failure.
+fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, failure: &AttemptError) -> Slot {
+    match (failure, &decision.prefill) {
         // The transfer may be at fault. The same backend may still compute the prompt itself.
-        (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
+        (AttemptError::Refused(_), Some(prefill)) if sending.transfer.is_some() => {
             prefill.backend.slot
         }
         (_, _) => decision.backend.slot,
     }
 }
 
-/// Excludes a backend that failed for this `reason`, if it is known, or all ranks of its engine if
-/// that is unreachable.
-fn exclude(proxy: &Proxy, slot: Slot, reason: Option<&NotRun>, excluded: &mut Vec<Slot>) {
+/// Excludes the backend at fault, or all ranks of its engine if that is unreachable.
+fn exclude(proxy: &Proxy, slot: Slot, failure: &AttemptError, excluded: &mut Vec<Slot>) {
     excluded.push(slot);
-    if let Some(NotRun::Unreachable) = reason {
+    if failure.is_unreachable() {
         excluded.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(slot));
     }
 }
@@ -308,18 +284,7 @@ pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
 /// Converts the reason why a request was not admitted into the client's error.
 fn refusal(proxy: &Proxy, why: AdmissionRejection, proxied: &ProxiedRequest) -> ProxyError {
     match why {
-        AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
-            model: shown_model(&proxied.parsed.model),
-        },
-        AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
-        AdmissionRejection::NoBackend(RoutingRejection::NoneOffered) => ProxyError::NoneOffered,
-        AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
-        AdmissionRejection::NoBackend(RoutingRejection::NoneIsolating) => ProxyError::NoneIsolating,
-        AdmissionRejection::NoBackend(RoutingRejection::NotSeparable) => ProxyError::NotSeparable,
-        AdmissionRejection::NoBackend(RoutingRejection::NoPrefill) => ProxyError::NoPrefill,
-        AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
-        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, proxied),
-        AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
+        AdmissionRejection::NoBackend(why) => no_backend(proxy, why, proxied),
         AdmissionRejection::OverLimit(over) => over_limit(over),
         AdmissionRejection::QueueFull { retry_after_ms } => ProxyError::QueueFull {
             retry_after_ms: jittered(retry_after_ms, proxied),
@@ -336,6 +301,24 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, proxied: &ProxiedRequest) -> 
             retry_after_ms: jittered(retry_after_ms, proxied),
         },
         AdmissionRejection::Leaving => ProxyError::Leaving,
+    }
+}
+
+/// Converts the reason why no backend can take a request into the client's error.
+fn no_backend(proxy: &Proxy, why: RoutingRejection, proxied: &ProxiedRequest) -> ProxyError {
+    match why {
+        RoutingRejection::UnknownModel => ProxyError::UnknownModel {
+            model: shown_model(&proxied.parsed.model),
+        },
+        RoutingRejection::NoneHealthy => ProxyError::NoneHealthy,
+        RoutingRejection::NoneOffered => ProxyError::NoneOffered,
+        RoutingRejection::NoneSelected => ProxyError::NoneSelected,
+        RoutingRejection::NoneIsolating => ProxyError::NoneIsolating,
+        RoutingRejection::NotSeparable => ProxyError::NotSeparable,
+        RoutingRejection::NoPrefill => ProxyError::NoPrefill,
+        RoutingRejection::AllTried => ProxyError::Unreachable,
+        RoutingRejection::TooLarge => too_long(proxy, proxied),
+        RoutingRejection::AtLimit => ProxyError::Overloaded,
     }
 }
 
@@ -384,7 +367,7 @@ fn jittered(wait_ms: u64, proxied: &ProxiedRequest) -> u64 {
 }
 
 /// Returns the response to a request for which no other backend is tried.
-fn give_up(last: NotRun) -> Result<ForwardResult, ProxyError> {
+fn give_up(last: AttemptError) -> Result<ForwardResult, ProxyError> {
     last.answer().map(ForwardResult::Held)
 }
 
@@ -463,7 +446,7 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
         ahead: ReadAheadBounds {
             bytes_max: proxy.limits.load().read_ahead_bytes_max,
             held_bytes: Arc::clone(&proxy.held_bytes),
-            held_bytes_max: proxy.limits.load().held_bytes_max,
+            held_bytes_max: proxy.limits.load().held_bytes(),
             held_back: proxy.settings.timeouts.held_back,
             untaken: proxy.settings.timeouts.untaken,
         },
@@ -473,7 +456,7 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
 /// Returns how an attempt ends after a response with an unsuccessful status. The engine may have
 /// computed before a server error, but not before a refusal.
 fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
-    let is_refusal = proxy.settings.retry_statuses.contains(&status)
+    let is_refusal = proxy.settings.retry.takes(status)
         || status == StatusCode::NOT_IMPLEMENTED
         || status == StatusCode::SERVICE_UNAVAILABLE;
     if status.is_server_error() && !is_refusal {

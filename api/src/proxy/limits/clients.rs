@@ -258,7 +258,8 @@ impl Drop for ConnectionRequestGuard {
 
 /// Returns the address that identifies the client: an IPv4 address itself, or the network of an
 /// IPv6 address.
-pub(crate) fn client_of(address: IpAddr) -> IpAddr {
+#[must_use]
+pub fn client_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(address) => IpAddr::V4(address),
         IpAddr::V6(address) => {

@@ -149,7 +149,9 @@ impl Server {
         };
         let mut door = Acceptor {
             listener,
-            room: Arc::new(Semaphore::new(proxy.settings.limits.connections_max)),
+            room: Arc::new(Semaphore::new(
+                proxy.settings.limits.connections_max as usize,
+            )),
             pending: None,
         };
         let builder = Arc::new(builder(&proxy));

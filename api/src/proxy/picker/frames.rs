@@ -48,7 +48,7 @@ where
 
     fn call(&mut self, request: Request<GrpcBody>) -> S::Future {
         let proxy = &self.picker.proxy;
-        let held_max = proxy.limits.load().held_bytes_max;
+        let held_max = proxy.limits.load().held_bytes();
         let held = HeldBodyBytes::none(&proxy.held_bytes, held_max);
         let message_max = self.message_max;
         let request = request.map(|messages| {

@@ -16,7 +16,7 @@ use super::ext_proc::{
     ProcessingRequest, ProtocolConfiguration,
 };
 use super::frames::MessageCount;
-use super::{BodyModes, PickerSettings, heads, metadata};
+use super::{BodyModes, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, heads, metadata};
 use crate::proxy::request::request_body::HeldBodyBytes;
 use crate::proxy::settings::ProxyLimits;
 use crate::routing::OfferedEndpoints;
@@ -31,15 +31,14 @@ pub fn gateway_message(bytes: &[u8]) {
     let Ok(message) = ProcessingRequest::decode(bytes) else {
         return;
     };
-    let settings = PickerSettings::default();
     let told = message.metadata_context.as_ref();
-    if let OfferedEndpoints::Those(those) = metadata::offered(&settings, told) {
+    if let OfferedEndpoints::Those(those) = metadata::offered(told) {
         assert!(those.is_sorted());
         assert!(those.len() <= metadata::HINTED_MAX, "{}", those.len());
     }
-    if let Some(served) = metadata::served(&settings, told) {
-        let back = metadata::destination(&settings, &served.to_string());
-        assert!(back.fields.contains_key(&settings.namespace));
+    if let Some(served) = metadata::served(told) {
+        let back = metadata::destination(&served.to_string());
+        assert!(back.fields.contains_key(NAMESPACE));
     }
     if let Some(told) = message.protocol_config {
         drop(BodyModes::told(told));
@@ -153,9 +152,8 @@ pub fn gateway_message_seeds() -> Vec<Vec<u8>> {
     let list = Kind::ListValue(ListValue {
         values: values.into(),
     });
-    let settings = PickerSettings::default();
-    let hint = told(&settings.subset_namespace, &settings.subset, list);
-    let served = told(&settings.namespace, &settings.served, text("10.0.0.1:8000"));
+    let hint = told(SUBSET_NAMESPACE, SUBSET, list);
+    let served = told(NAMESPACE, SERVED, text("10.0.0.1:8000"));
     let said = [
         (Request::RequestHeaders(fields(&request)), Some(hint)),
         (Request::RequestBody(body(false)), None),

@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 
-use super::PickerSettings;
 use super::ext_proc::Metadata;
+use super::{DESTINATION, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE};
 use crate::routing::OfferedEndpoints;
 
 /// Maximum number of endpoints in a hint.
@@ -14,8 +14,8 @@ pub(super) const HINTED_MAX: usize = 4096;
 
 /// Returns the endpoints that a gateway offers for a request: all, unless it names some. Values
 /// other than an address with a port are ignored.
-pub(super) fn offered(settings: &PickerSettings, told: Option<&Metadata>) -> OfferedEndpoints {
-    let hint = value(told, &settings.subset_namespace, &settings.subset);
+pub(super) fn offered(told: Option<&Metadata>) -> OfferedEndpoints {
+    let hint = value(told, SUBSET_NAMESPACE, SUBSET);
     let Some(hint) = hint else {
         return OfferedEndpoints::All;
     };
@@ -29,21 +29,21 @@ pub(super) fn offered(settings: &PickerSettings, told: Option<&Metadata>) -> Off
 }
 
 /// Returns the endpoint that responded; `None` if the gateway does not report it.
-pub(super) fn served(settings: &PickerSettings, told: Option<&Metadata>) -> Option<SocketAddr> {
-    let served = value(told, &settings.namespace, &settings.served)?;
+pub(super) fn served(told: Option<&Metadata>) -> Option<SocketAddr> {
+    let served = value(told, NAMESPACE, SERVED)?;
     text(served)?.trim().parse().ok()
 }
 
 /// Returns the metadata that names the endpoints for a request.
-pub(super) fn destination(settings: &PickerSettings, endpoints: &str) -> Struct {
+pub(super) fn destination(endpoints: &str) -> Struct {
     let of = |kind| Value { kind: Some(kind) };
     let endpoints = of(Kind::StringValue(endpoints.to_owned()));
-    let key = settings.destination.as_str().to_owned();
+    let key = DESTINATION.as_str().to_owned();
     let inner = Struct {
         fields: [(key, endpoints)].into(),
     };
     Struct {
-        fields: [(settings.namespace.clone(), of(Kind::StructValue(inner)))].into(),
+        fields: [(NAMESPACE.to_owned(), of(Kind::StructValue(inner)))].into(),
     }
 }
 

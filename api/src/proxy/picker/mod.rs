@@ -38,6 +38,9 @@ mod stream;
 use std::sync::Arc;
 
 use http::HeaderName;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
 use tokio_util::task::TaskTracker;
 
 pub use answers::PickerAnswers;
@@ -52,23 +55,30 @@ pub mod ext_proc {
     include!("../../../proto/ext_proc.rs");
 }
 
-/// Protocol settings between an endpoint picker and its gateways.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Header and metadata key with the endpoints for a request. These names are those of the protocol.
+pub const DESTINATION: HeaderName = HeaderName::from_static("x-gateway-destination-endpoint");
+/// Namespace of the metadata with endpoints.
+const NAMESPACE: &str = "envoy.lb";
+/// Metadata key in [`NAMESPACE`] with the endpoint that responded.
+const SERVED: &str = "x-gateway-destination-endpoint-served";
+/// Namespace of the metadata that restricts the choice.
+const SUBSET_NAMESPACE: &str = "envoy.lb.subset_hint";
+/// Metadata key in [`SUBSET_NAMESPACE`] with the endpoints that the picker may choose.
+const SUBSET: &str = "x-gateway-destination-endpoint-subset";
+
+/// Keys of `[picker]`: how this replica answers gateways that ask it for endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
 pub struct PickerSettings {
-    /// Maximum number of endpoints that a gateway receives for one request, the best first.
-    pub endpoints_max: usize,
-    /// Header and metadata key with the endpoints for a request.
-    pub destination: HeaderName,
-    /// Namespace of the metadata with endpoints.
-    pub namespace: String,
-    /// Metadata key in `namespace` with the endpoint that responded.
-    pub served: String,
-    /// Namespace of the metadata that restricts the choice.
-    pub subset_namespace: String,
-    /// Metadata key in `subset_namespace` with the endpoints that the picker may choose.
-    pub subset: String,
-    /// Body modes of a gateway that does not announce them.
-    pub untold_bodies: BodyModes,
+    /// Maximum number of endpoints returned to a gateway for one request, best first: if it cannot
+    /// reach one, it may use the next.
+    #[serde(rename = "endpoints")]
+    #[schemars(range(min = 1, max = 16))]
+    #[default(2)]
+    pub endpoints_max: u32,
+    /// How gateways send bodies if they do not say: `full-duplex-streamed`, `streamed` or
+    /// `buffered`.
+    pub bodies: BodyMode,
 }
 
 /// Modes in which a gateway sends bodies.
@@ -80,35 +90,22 @@ pub struct BodyModes {
     pub answers: BodyMode,
 }
 
-/// Mode in which a gateway sends one body.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Mode in which a gateway sends one body, named as in Envoy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
 pub enum BodyMode {
     /// The body comes in pieces. Those that the picker sends back may differ in size and time.
+    #[default]
+    #[serde(rename = "full-duplex-streamed")]
     Duplex,
     /// The body comes in pieces after the reply to the head. Each piece gets its own reply.
     Streamed,
     /// The body comes in pieces that do not wait for the reply to the head. Each gets its own
     /// reply.
+    #[serde(skip)]
     StreamedEarly,
     /// The body comes as a whole after the reply to the head.
     Buffered,
-}
-
-impl Default for PickerSettings {
-    fn default() -> Self {
-        Self {
-            endpoints_max: 2,
-            destination: HeaderName::from_static("x-gateway-destination-endpoint"),
-            namespace: "envoy.lb".to_owned(),
-            served: "x-gateway-destination-endpoint-served".to_owned(),
-            subset_namespace: "envoy.lb.subset_hint".to_owned(),
-            subset: "x-gateway-destination-endpoint-subset".to_owned(),
-            untold_bodies: BodyModes {
-                requests: BodyMode::Duplex,
-                answers: BodyMode::Duplex,
-            },
-        }
-    }
 }
 
 /// State that all streams of a picker share.

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::ext_proc::HeaderMutation;
 use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages};
-use super::{Picker, heads};
+use super::{DESTINATION, Picker, heads};
 use crate::admission::AdmissionRequest as _;
 use crate::engines::backends::pool::Segments;
 use crate::error::ProxyError;
@@ -63,7 +63,7 @@ impl EndpointOffer {
             headers: first.headers,
             body: sending.body_for(&picker.proxy, backend),
         };
-        let name = &picker.settings.destination;
+        let name = &DESTINATION;
         let endpoints = HeaderValue::from_str(&offer.endpoints());
         let endpoints = endpoints.expect("addresses are visible ascii");
         heads::set(&mut offer.headers, name, &endpoints);
@@ -123,7 +123,7 @@ fn further(
     let mut tried = Vec::new();
     let mut last = decision.backend.slot;
     let mut unlike = 0;
-    while further.len() + 1 < picker.settings.endpoints_max && unlike < UNLIKE_MAX {
+    while further.len() + 1 < picker.settings.endpoints_max as usize && unlike < UNLIKE_MAX {
         tried.push(last);
         tried.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(last));
         let ask = sending.proxied.ask(&tried);

@@ -223,7 +223,7 @@ impl GatewayConnection {
     fn builder(&self) -> http2::Builder<TokioExecutor> {
         let settings = &self.picker.proxy.settings;
         let (limits, timeouts) = (&settings.limits, &settings.timeouts);
-        let streams_max = limits.requests_max.saturating_add(limits.reading_max);
+        let streams_max = limits.requests().saturating_add(limits.reading());
         let mut builder = http2::Builder::new(TokioExecutor::new());
         builder
             .timer(TokioTimer::new())

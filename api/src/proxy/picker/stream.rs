@@ -115,7 +115,7 @@ impl StreamMeter {
     /// Counts a stream that begins. Fails if the maximum number is open.
     pub(super) fn open(picker: &Arc<Picker>) -> Result<Self, Status> {
         let limits = picker.proxy.limits.load();
-        let streams_max = signed(limits.requests_max.saturating_add(limits.reading_max));
+        let streams_max = signed(limits.requests().saturating_add(limits.reading()));
         // Dropping the meter undoes the count.
         let meter = Self {
             picker: Arc::clone(picker),
@@ -287,7 +287,10 @@ impl PickerStream {
         let settings = &self.picker.settings;
         let modes = match message.protocol {
             Some(protocol) => BodyModes::told(protocol)?,
-            None => settings.untold_bodies,
+            None => BodyModes {
+                requests: settings.bodies,
+                answers: settings.bodies,
+            },
         };
         let limits = **proxy.limits.load();
         let mut head = heads::request(&told, &limits)?;
@@ -310,7 +313,7 @@ impl PickerStream {
         let opening = StreamOpening {
             head,
             is_bodiless: told.end_of_stream,
-            endpoints: metadata::offered(settings, message.metadata.as_ref()),
+            endpoints: metadata::offered(message.metadata.as_ref()),
             trace,
         };
         Ok((opening, modes))
@@ -340,7 +343,7 @@ impl PickerStream {
                 return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
             }
         };
-        let requests_max = proxy.limits.load().requests_max;
+        let requests_max = proxy.limits.load().requests();
         accounting.request_metrics().is_read(requests_max)?;
         let StreamOpening {
             head,
@@ -452,7 +455,7 @@ impl PickerStream {
     async fn tell(&mut self, offer: &EndpointOffer, upload: UploadShape) -> Result<(), StreamHalt> {
         let (out, headers) = (&self.out, offer.headers.clone());
         let endpoints = offer.endpoints();
-        let beside = metadata::destination(&self.picker.settings, &endpoints);
+        let beside = metadata::destination(&endpoints);
         if upload.is_bodiless {
             return out.send_with(request_head(headers), Some(beside)).await;
         }
@@ -507,7 +510,7 @@ impl PickerStream {
                 status,
                 headers,
                 is_over: told.end_of_stream,
-                served: metadata::served(&self.picker.settings, message.metadata.as_ref()),
+                served: metadata::served(message.metadata.as_ref()),
             });
         }
     }

@@ -60,13 +60,16 @@ struct KeptRequest {
 
 /// Size and limit of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct DecisionLogSize {
-    pub(crate) entries: usize,
-    pub(crate) entries_max: usize,
-    pub(crate) bytes: usize,
+pub struct DecisionLogSize {
+    /// Number of requests in the log.
+    pub entries: usize,
+    /// Maximum number of requests; 0 keeps none.
+    pub entries_max: usize,
+    /// Size in memory, in bytes.
+    pub bytes: usize,
     /// Time at which the oldest request was parsed, in Unix milliseconds; `None` if the log is
     /// empty.
-    pub(crate) oldest_ms: Option<u64>,
+    pub oldest_ms: Option<u64>,
 }
 
 impl DecisionLog {
@@ -171,12 +174,12 @@ impl DecisionLog {
     }
 
     /// Returns the recorder of requests.
-    pub(crate) fn recorder(&self) -> &Recorder {
+    pub fn recorder(&self) -> &Recorder {
         &self.recorder
     }
 
     /// Returns at most `limit` of the newest requests whose blocks are kept, the oldest first.
-    pub(crate) fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
+    pub fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
         let kept = self.lock();
         let first = kept.entries.front().map_or(0, |first| first.record.number);
         let skipped = kept.chains.len().saturating_sub(limit);
@@ -191,12 +194,12 @@ impl DecisionLog {
     }
 
     /// Returns the id of this replica.
-    pub(crate) fn replica(&self) -> ReplicaId {
+    pub fn replica(&self) -> ReplicaId {
         self.replica
     }
 
     /// Returns the log's present size.
-    pub(crate) fn size(&self) -> DecisionLogSize {
+    pub fn size(&self) -> DecisionLogSize {
         let kept = self.lock();
         DecisionLogSize {
             entries: kept.entries.len(),
@@ -207,7 +210,7 @@ impl DecisionLog {
     }
 
     /// Returns the newest kept request with this id, if there is one.
-    pub(crate) fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
+    pub fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
         let id_hash = xxh3_64(id);
         let kept = self.lock();
         let mut newest = kept.entries.iter().rev();
@@ -217,7 +220,7 @@ impl DecisionLog {
 
     /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`, the
     /// newest first.
-    pub(crate) fn newest(
+    pub fn newest(
         &self,
         mut before: u64,
         limit: usize,

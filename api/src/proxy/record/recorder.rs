@@ -20,48 +20,61 @@ pub(crate) const RECORDINGS_MAX: usize = 3;
 
 /// A request with the blocks of its prompt.
 #[derive(Debug, Clone)]
-pub(crate) struct TakenRequest {
-    pub(crate) record: Arc<RequestRecord>,
-    pub(crate) chain: Arc<[BlockHash]>,
+pub struct TakenRequest {
+    /// Record of the request.
+    pub record: Arc<RequestRecord>,
+    /// Hashes of the prompt's full blocks.
+    pub chain: Arc<[BlockHash]>,
 }
 
 /// Limits at which a recording ends by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RecordingLimits {
-    pub(crate) seconds: u32,
-    pub(crate) requests: u32,
+pub struct RecordingLimits {
+    /// Maximum duration, in seconds.
+    pub seconds: u32,
+    /// Number of requests.
+    pub requests: u32,
     /// Maximum size in memory, in bytes.
-    pub(crate) bytes: u64,
+    pub bytes: u64,
 }
 
 /// Reason why a recording ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RecordingEnd {
+pub enum RecordingEnd {
+    /// Its time was over.
     Seconds,
+    /// It had the maximum number of requests.
     Requests,
+    /// It had its maximum size.
     Bytes,
+    /// An operator ended it.
     Stopped,
 }
 
 /// State of a recording at one moment.
 #[derive(Debug, Clone)]
-pub(crate) struct RecordingState {
-    pub(crate) id: u64,
-    pub(crate) salt: Arc<str>,
-    pub(crate) limits: RecordingLimits,
+pub struct RecordingState {
+    /// Number of the recording.
+    pub id: u64,
+    /// Salt of its block ids.
+    pub salt: Arc<str>,
+    /// Limits at which it ends.
+    pub limits: RecordingLimits,
     /// Start of the recording, in Unix milliseconds.
-    pub(crate) from_ms: u64,
+    pub from_ms: u64,
     /// Time at which the recording ended, or will end at the latest, in Unix milliseconds.
-    pub(crate) until_ms: u64,
+    pub until_ms: u64,
     /// Reason why the recording ended; `None` while it runs.
-    pub(crate) end: Option<RecordingEnd>,
-    pub(crate) requests: usize,
-    pub(crate) bytes: u64,
+    pub end: Option<RecordingEnd>,
+    /// Number of requests.
+    pub requests: usize,
+    /// Size in memory, in bytes.
+    pub bytes: u64,
 }
 
 /// The running recording of a replica and the latest finished ones.
 #[derive(Debug, Default)]
-pub(crate) struct Recorder {
+pub struct Recorder {
     /// Whether a recording runs.
     is_on: AtomicBool,
     kept: Mutex<KeptRecordings>,
@@ -82,9 +95,11 @@ struct RunRecording {
 }
 
 impl Recorder {
-    /// Starts a recording, which may replace the oldest one. Returns the running one, if any, as an
-    /// error.
-    pub(crate) fn start(
+    /// Starts a recording, which may replace the oldest one.
+    ///
+    /// # Errors
+    /// Returns the state of the running recording.
+    pub fn start(
         &self,
         salt: Arc<str>,
         limits: RecordingLimits,
@@ -151,13 +166,13 @@ impl Recorder {
     }
 
     /// Returns all kept recordings, the newest first.
-    pub(crate) fn list(&self) -> Vec<RecordingState> {
+    pub fn list(&self) -> Vec<RecordingState> {
         let kept = self.present();
         kept.all.iter().rev().map(|it| it.state.clone()).collect()
     }
 
     /// Returns a recording with its requests so far; `None` if it is not kept.
-    pub(crate) fn get(&self, id: u64) -> Option<(RecordingState, Vec<TakenRequest>)> {
+    pub fn get(&self, id: u64) -> Option<(RecordingState, Vec<TakenRequest>)> {
         let kept = self.present();
         let found = kept.all.iter().find(|it| it.state.id == id)?;
         Some((found.state.clone(), found.taken.clone()))
@@ -165,7 +180,7 @@ impl Recorder {
 
     /// Ends a recording, unless it has ended already, and returns its state; `None` if it is not
     /// kept.
-    pub(crate) fn stop(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
+    pub fn stop(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
         let mut kept = self.present();
         let found = kept.all.iter_mut().find(|it| it.state.id == id)?;
         if found.state.end.is_none() {
@@ -177,7 +192,7 @@ impl Recorder {
     }
 
     /// Ends and removes a recording, and returns its state; `None` if it is not kept.
-    pub(crate) fn remove(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
+    pub fn remove(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
         let state = self.stop(id, now_ms)?;
         self.present().all.retain(|it| it.state.id != id);
         Some(state)
@@ -227,7 +242,7 @@ impl RunRecording {
 
 impl RecordingEnd {
     /// Returns the name of the reason in the admin API and in the file.
-    pub(crate) fn label(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
             Self::Seconds => "seconds",
             Self::Requests => "requests",

@@ -14,32 +14,42 @@ use crate::routing::{DecisionRecord, Labels, UserName};
 #[derive(Debug)]
 pub struct RequestRecord {
     /// Number of the record among all since the replica's start, from 0.
-    pub(crate) number: u64,
+    pub number: u64,
     /// Request id. It is copied, because a header value would keep alive the 16 KiB that its
     /// connection read at once.
-    pub(crate) id: Box<str>,
-    pub(crate) path: Box<str>,
-    pub(crate) model: Box<str>,
-    pub(crate) user: UserName,
-    pub(crate) user_source: UserSource,
-    pub(crate) labels: Labels,
-    pub(crate) priority: i16,
-    pub(crate) deadline: Option<Duration>,
-    pub(crate) tokens_max: Option<u32>,
-    pub(crate) is_stream: bool,
-    pub(crate) unit: BlockUnit,
+    pub id: Box<str>,
+    /// Path of the request.
+    pub path: Box<str>,
+    /// Model that the request names.
+    pub model: Box<str>,
+    /// User who pays.
+    pub user: UserName,
+    /// Source of the user's name.
+    pub user_source: UserSource,
+    /// Labels that backends must have.
+    pub labels: Labels,
+    /// Priority among waiting requests.
+    pub priority: i16,
+    /// Time by which the client wants its first token; `None` for no limit.
+    pub deadline: Option<Duration>,
+    /// Maximum number of output tokens; `None` if the request sets none.
+    pub tokens_max: Option<u32>,
+    /// Whether the response is streamed.
+    pub is_stream: bool,
+    /// Unit of the prompt's blocks.
+    pub unit: BlockUnit,
     /// Number of prompt tokens; an estimate unless `unit` is [`BlockUnit::Tokens`].
-    pub(crate) tokens: u32,
+    pub tokens: u32,
     /// Number of full blocks of the prompt.
-    pub(crate) blocks: u32,
+    pub blocks: u32,
     /// Number of full blocks that an engine can have cached.
-    pub(crate) matchable: u32,
+    pub matchable: u32,
     /// Tokens per block, estimated if blocks consist of bytes.
-    pub(crate) tokens_per_block: u32,
+    pub tokens_per_block: u32,
     /// Hashes of the blocks at depths 1, 2, 4 and so on.
-    pub(crate) marks: Box<[BlockHash]>,
+    pub marks: Box<[BlockHash]>,
     /// Unix time at which the request was parsed, in milliseconds.
-    pub(crate) at_ms: u64,
+    pub at_ms: u64,
     pub(in crate::proxy) since: Instant,
     pub(in crate::proxy) attempts: Mutex<Vec<DecidedAttempt>>,
     pub(in crate::proxy) end: OnceLock<RequestEnd>,
@@ -47,25 +57,26 @@ pub struct RequestRecord {
 
 /// One attempt of a request, with its decision.
 #[derive(Debug, Clone)]
-pub(crate) struct DecidedAttempt {
+pub struct DecidedAttempt {
     /// Time from parsing the request to the dispatch.
-    pub(crate) after: Duration,
+    pub after: Duration,
     /// Part of `after` for which this attempt waited for its turn and a backend.
-    pub(crate) waited: Duration,
-    pub(crate) decision: Arc<DecisionRecord>,
+    pub waited: Duration,
+    /// Inputs and result of the decision.
+    pub decision: Arc<DecisionRecord>,
 }
 
 /// End of a request, as its record shows it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RequestEnd {
+pub struct RequestEnd {
     /// Outcome as counted by `quorate_proxy_requests_total`.
-    pub(crate) outcome: &'static str,
+    pub outcome: &'static str,
     /// Status sent to the client; 0 if none was sent.
-    pub(crate) status: u16,
+    pub status: u16,
     /// Code of the error sent to the client, if any.
-    pub(crate) code: Option<&'static str>,
+    pub code: Option<&'static str>,
     /// Time from parsing the request to its end.
-    pub(crate) after: Duration,
+    pub after: Duration,
 }
 
 impl RequestRecord {
@@ -85,12 +96,12 @@ impl RequestRecord {
     }
 
     /// Returns the end of the request; `None` while it is in flight.
-    pub(crate) fn end(&self) -> Option<&RequestEnd> {
+    pub fn end(&self) -> Option<&RequestEnd> {
         self.end.get()
     }
 
     /// Returns the attempts so far, in order.
-    pub(crate) fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
+    pub fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
         self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

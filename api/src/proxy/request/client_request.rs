@@ -167,7 +167,7 @@ impl RequestReader {
     }
 
     /// Returns the seed from which the keys of users are derived.
-    pub(crate) fn hash_seed(&self) -> u64 {
+    pub fn hash_seed(&self) -> u64 {
         self.view.registry().hash_seed
     }
 

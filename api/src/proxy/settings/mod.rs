@@ -11,7 +11,9 @@ use std::time::Duration;
 use http::{HeaderName, StatusCode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use smart_default::SmartDefault;
 use state::admission::RetryAllowance;
+use state::form::{As, AsList, AsOption, Span};
 use state::ids::ReplicaId;
 
 use self::cors::AllowedOrigins;
@@ -19,6 +21,7 @@ use self::keys::ApiKeys;
 use self::reserved_fields::{FieldRules, HeaderRules};
 use crate::engines::backends::pool::PoolSettings;
 use crate::net::ip_prefix::IpPrefix;
+use crate::settings::{Size, Status};
 use crate::traces::Tracer;
 use crate::users::api_keys::KeyRules;
 use crate::users::isolation::WhenUnsalted;
@@ -55,14 +58,8 @@ pub struct ProxySettings {
     pub fields: FieldRules,
     /// Headers that do not reach engines.
     pub strip_headers: HeaderRules,
-    /// Response statuses that mean that the engine did not run the request. They send the request
-    /// to the next candidate.
-    pub retry_statuses: Vec<StatusCode>,
-    /// Maximum number of backends tried for one request.
-    pub attempts_max: usize,
-    /// Maximum number of requests that may be retries after a refusal, relative to the model's
-    /// requests in flight.
-    pub retry_allowance: RetryAllowance,
+    /// Retries on other backends.
+    pub retry: RetrySettings,
     /// Highest priority that a request may have. Higher priorities are capped.
     pub priority_max: i16,
     /// Usage reports requested on a client's behalf.
@@ -134,107 +131,197 @@ pub enum LoggedRequests {
     All,
 }
 
-/// Limits on what clients may send and hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Keys of `[limits]`: what clients may send and hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
 pub struct ProxyLimits {
-    /// Maximum length of a request body, in bytes; 413 beyond.
+    /// Largest request body.
+    #[serde(rename = "max_body", with = "As::<Size>")]
+    #[default(32 << 20)]
     pub body_bytes_max: u64,
-    /// Maximum total length of request bodies held, from their first byte to the head of the
-    /// response; 503 beyond. Meanwhile a body occupies up to three times its length.
-    pub held_bytes_max: u64,
+    /// Maximum number of client connections; beyond it, the longest idle ones are closed, first
+    /// those of addresses with more than an equal share: half of all, except for
+    /// `users.trusted_proxies`. Lowered at start if the process has too few file descriptors.
+    #[serde(rename = "max_connections")]
+    #[schemars(range(min = 1))]
+    #[default(16_384)]
+    pub connections_max: u32,
+    /// Maximum number of requests in flight, counted once their bodies have been received; as many
+    /// more may still be uploading. One client address (IPv6: /64), except for
+    /// `users.trusted_proxies`, and one user may have half of them. Lowered like `max_connections`.
+    #[serde(rename = "max_requests")]
+    #[schemars(range(min = 1))]
+    #[default(16_384)]
+    pub requests_max: u32,
+    /// Maximum total size of request bodies held in memory, from their first byte to the head of
+    /// the response; a body takes up to three times its length. Default: a quarter of the cgroup's
+    /// (container's) memory limit, at least `max_body` and at most 1 GiB.
+    #[serde(rename = "max_held_bodies", with = "AsOption::<Size>")]
+    pub held_bytes_max: Option<u64>,
     /// Maximum number of response bytes read ahead of a slow client. They count as held bytes.
+    #[serde(skip)]
+    #[default(1 << 20)]
     pub read_ahead_bytes_max: u64,
     /// Maximum length of a request head, in bytes; 431 beyond (400 through the endpoint picker).
     /// hyper requires at least 8192.
+    #[serde(skip)]
+    #[default(64 * 1024)]
     pub head_bytes_max: usize,
     /// Maximum number of header fields; 431 beyond (400 through the endpoint picker).
+    #[serde(skip)]
+    #[default(100)]
     pub headers_max: usize,
-    /// Maximum number of connections. Beyond it, the longest idle ones are closed, and new ones
-    /// wait in the listener's backlog until there is room.
-    pub connections_max: usize,
-    /// Maximum number of connections from one client address; closed beyond.
-    pub connections_per_address_max: usize,
-    /// Maximum number of requests in flight, with a complete body; 503 beyond.
-    pub requests_max: usize,
+    /// Maximum number of connections from one client address, closed beyond; `None`: half of all.
+    #[serde(skip)]
+    pub connections_per_address_max: Option<u32>,
     /// Maximum number of requests whose body is arriving; 503 beyond. From half of it,
-    /// [`ProxyTimeouts::body_idle_crowded`] applies.
-    pub reading_max: usize,
+    /// [`ProxyTimeouts::body_idle_crowded`] applies. `None`: [`Self::requests_max`].
+    #[serde(skip)]
+    pub reading_max: Option<u32>,
     /// Maximum number of requests from one client address, arriving or in flight; 429 beyond.
-    pub requests_per_address_max: usize,
-    /// Maximum number of requests in flight of one user; 429 beyond.
-    pub requests_per_user_max: usize,
+    /// `None`: half of all.
+    #[serde(skip)]
+    pub requests_per_address_max: Option<u32>,
+    /// Maximum number of requests in flight of one user; 429 beyond. `None`: half of all.
+    #[serde(skip)]
+    pub requests_per_user_max: Option<u32>,
     /// Maximum number of concurrent streams on one HTTP/2 connection.
+    #[serde(skip)]
+    #[default(100)]
     pub streams_per_connection_max: u32,
 }
 
-impl Default for ProxyLimits {
-    fn default() -> Self {
-        Self {
-            body_bytes_max: 32 * 1024 * 1024,
-            held_bytes_max: 1024 * 1024 * 1024,
-            read_ahead_bytes_max: 1024 * 1024,
-            head_bytes_max: 64 * 1024,
-            headers_max: 100,
-            connections_max: 16_384,
-            connections_per_address_max: 8_192,
-            requests_max: 16_384,
-            reading_max: 16_384,
-            requests_per_address_max: 8_192,
-            requests_per_user_max: 8_192,
-            streams_per_connection_max: 100,
-        }
+impl ProxyLimits {
+    /// Returns the maximum number of bytes held, of requests and of responses that are read ahead.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.held_bytes_max.unwrap_or(1 << 30)
+    }
+
+    /// Returns the maximum number of requests in flight.
+    pub(super) fn requests(&self) -> usize {
+        self.requests_max as usize
+    }
+
+    /// Returns the maximum number of requests whose body is arriving.
+    pub(super) fn reading(&self) -> usize {
+        self.reading_max.unwrap_or(self.requests_max) as usize
+    }
+
+    /// Returns the maximum numbers of connections and requests from one client address.
+    pub(super) fn per_address(&self) -> (usize, usize) {
+        let connections = self.connections_per_address_max;
+        let requests = self.requests_per_address_max;
+        (
+            connections.unwrap_or(self.connections_max.div_ceil(2)) as usize,
+            requests.unwrap_or(self.requests_max.div_ceil(2)) as usize,
+        )
+    }
+
+    /// Returns the maximum number of requests in flight of one user.
+    pub(super) fn per_user(&self) -> usize {
+        let half = self.requests_max.div_ceil(2);
+        self.requests_per_user_max.unwrap_or(half) as usize
     }
 }
 
-/// Timeouts for clients and engines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Keys of `[timeouts]`: how long clients and engines may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
 pub struct ProxyTimeouts {
+    /// Timeout for connecting to a backend, including its TLS handshake.
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(2))]
+    pub connect: Duration,
+    /// Longest pause while receiving a request body; `1s` while more than half of the allowed
+    /// uploads are in progress.
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(30))]
+    pub body_idle: Duration,
+    /// Timeout for the first byte of a backend's response. Without `stream`, engines respond only
+    /// when they are done.
+    #[serde(with = "As::<Span>")]
+    #[default(Duration::from_secs(600))]
+    pub first_byte: Duration,
+    /// Longest pause within a backend's response.
+    #[serde(rename = "idle", with = "As::<Span>")]
+    #[default(Duration::from_secs(300))]
+    pub answer_idle: Duration,
+    /// Longest time that a client may stop reading a response. Data in socket buffers counts as
+    /// read. If it blocks the backend meanwhile, it may do so for 10 s in all.
+    #[serde(rename = "client_idle", with = "As::<Span>")]
+    #[default(Duration::from_secs(60))]
+    pub untaken: Duration,
+    /// Maximum total time for which a client may block an engine during a response. After that it
+    /// counts as gone.
+    #[serde(skip)]
+    #[default(Duration::from_secs(10))]
+    pub held_back: Duration,
     /// Maximum time from a connection to its first request.
+    #[serde(skip)]
+    #[default(Duration::from_secs(30))]
     pub first_request: Duration,
     /// Maximum time until the head of a connection's next request is complete. Covers idle
     /// keep-alive connections too. An HTTP/2 connection gets a GOAWAY after one to two times this
     /// time without a new request, and its streams continue.
+    #[serde(skip)]
+    #[default(Duration::from_secs(75))]
     pub next_request: Duration,
-    /// Maximum time between two pieces of a request body; 408 beyond.
-    pub body_idle: Duration,
     /// Maximum time between two pieces of a request body while many are arriving; 408 beyond.
+    #[serde(skip)]
+    #[default(Duration::from_secs(1))]
     pub body_idle_crowded: Duration,
     /// Maximum time for a whole request body; 408 beyond. A tenth of it while many are arriving.
+    #[serde(skip)]
+    #[default(Duration::from_secs(300))]
     pub body: Duration,
     /// Time for which a refused request's body is still read, so that its sender sees the response.
     /// A pause may take a quarter of it. Meanwhile the request counts neither as reading nor in
     /// flight.
+    #[serde(skip)]
+    #[default(Duration::from_secs(1))]
     pub refused_body: Duration,
-    /// Maximum time from forwarding a request to the first byte of the response body; 504 beyond.
-    /// Without `stream`, engines respond only when they are done.
-    pub first_byte: Duration,
-    /// Maximum time between two pieces of a response. Beyond it, the engine counts as broken.
-    pub answer_idle: Duration,
-    /// Maximum time for which a client may receive nothing of a waiting response. After that it
-    /// counts as gone, and the engine's request ends. Data in socket buffers counts as received.
-    pub untaken: Duration,
-    /// Maximum total time for which a client may block an engine during a response. After that it
-    /// counts as gone.
-    pub held_back: Duration,
     /// Interval of keep-alive probes to clients, over TCP and HTTP/2. A vanished client is noticed
     /// after about ten of them (HTTP/2: after one). For engines see [`PoolSettings::keep_alive`].
+    #[serde(skip)]
+    #[default(Duration::from_secs(20))]
     pub keep_alive: Duration,
 }
 
-impl Default for ProxyTimeouts {
-    fn default() -> Self {
-        Self {
-            first_request: Duration::from_secs(30),
-            next_request: Duration::from_secs(75),
-            body_idle: Duration::from_secs(30),
-            body_idle_crowded: Duration::from_secs(1),
-            body: Duration::from_secs(300),
-            refused_body: Duration::from_secs(1),
-            first_byte: Duration::from_secs(600),
-            answer_idle: Duration::from_secs(300),
-            untaken: Duration::from_secs(60),
-            held_back: Duration::from_secs(10),
-            keep_alive: Duration::from_secs(20),
+/// Keys of `[retry]`: how often and after which failures a request is tried on another backend.
+#[derive(Debug, Clone, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RetrySettings {
+    /// Maximum number of backends a request is tried on.
+    #[schemars(range(min = 1, max = 16))]
+    #[default(3)]
+    pub attempts: u32,
+    /// Retry budget: percentage of a model's requests in flight that may be retries after a
+    /// refusal. Three at a time are always allowed.
+    #[schemars(range(max = 100))]
+    #[default(20)]
+    pub budget_percent: u32,
+    /// Statuses of a backend on which a request is retried on the next one. They must mean that it
+    /// did not run the request.
+    #[serde(with = "AsList::<Status>")]
+    #[default(vec![503])]
+    pub statuses: Vec<u16>,
+    /// Number of concurrent retries that are always allowed.
+    #[serde(skip)]
+    #[default(3)]
+    pub concurrency_min: u32,
+}
+
+impl RetrySettings {
+    /// Whether a request is retried on this status of a response.
+    pub(super) fn takes(&self, status: StatusCode) -> bool {
+        self.statuses.contains(&status.as_u16())
+    }
+
+    /// Returns the retry budget.
+    pub(super) fn allowance(&self) -> RetryAllowance {
+        RetryAllowance {
+            percent: self.budget_percent,
+            concurrency_min: self.concurrency_min,
         }
     }
 }
@@ -249,23 +336,14 @@ impl ProxySettings {
             charges: Charges::default(),
             limits: ProxyLimits::default(),
             timeouts: ProxyTimeouts::default(),
-            identify_by: vec![
-                IdentifyBy::ApiKey,
-                IdentifyBy::Header(HeaderName::from_static("x-quorate-user")),
-                IdentifyBy::BodyUser,
-            ],
+            identify_by: IdentifyBy::defaults(),
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
             keys: KeyRules::default(),
             when_unsalted: WhenUnsalted::default(),
             fields: FieldRules::default(),
             strip_headers: HeaderRules::default(),
-            retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
-            attempts_max: 3,
-            retry_allowance: RetryAllowance {
-                percent: 20,
-                concurrency_min: 3,
-            },
+            retry: RetrySettings::default(),
             priority_max: 0,
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),
@@ -274,6 +352,16 @@ impl ProxySettings {
             logged_requests: LoggedRequests::default(),
             tracer: None,
             pool: PoolSettings::default(),
+        }
+    }
+}
+
+impl ProxySettings {
+    /// Returns the settings of the connections to engines.
+    pub(super) fn pool(&self) -> PoolSettings {
+        PoolSettings {
+            connect_timeout: self.timeouts.connect,
+            ..self.pool
         }
     }
 }
@@ -288,6 +376,18 @@ pub enum IdentifyBy {
     Header(HeaderName),
     /// The body's `user` field.
     BodyUser,
+}
+
+impl IdentifyBy {
+    /// Returns the sources of users' names if none are configured.
+    #[must_use]
+    pub fn defaults() -> Vec<Self> {
+        vec![
+            Self::ApiKey,
+            Self::Header(HeaderName::from_static("x-quorate-user")),
+            Self::BodyUser,
+        ]
+    }
 }
 
 /// Error for text that is not a source of a user's name.

@@ -403,7 +403,7 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
     );
     assert_eq!(bench.decide(&identity, &[]).unwrap().policy, "round-robin");
     let live = PolicyConfig::Cost(state::policy::CostSettings {
-        near_permille: 77,
+        waiting_ns_per_request: 77,
         ..Default::default()
     });
     bench.admin(Command::PutPolicy(live.clone()));

@@ -4,10 +4,9 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use state::RouterState;
 use state::codec::encode_envelope;
-use state::command::{Command, Committed, Envelope, Lane, Origin, UserSpec};
+use state::command::{Command, Committed, Envelope, Founding, Lane, Origin, UserSpec};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig};
-use state::users::FairnessSettings;
 
 use crate::invariants::fixture::{drain, put, run};
 use crate::invariants::{linearizable, linearizable_by_search};

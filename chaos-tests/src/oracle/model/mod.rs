@@ -392,4 +392,5 @@ fn makes_known(changes: &UserChanges) -> bool {
     changes.limits.is_some_and(|it| !it.is_unbounded())
         || changes.budget.is_some_and(|it| !it.is_unbounded())
         || changes.models.as_ref().is_some_and(|it| !it.is_empty())
+        || matches!(changes.cache, Some(Some(_)))
 }

@@ -2,7 +2,6 @@
 
 use api::ports::ProposeError;
 use lab::rng::Rng;
-use state::StateView;
 use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Order,
 };
@@ -222,10 +221,9 @@ fn admission(rng: &mut Rng) -> AdmissionSettings {
     AdmissionSettings {
         order: orders[rng.below(7) as usize],
         concurrency: concurrency[rng.below(3) as usize],
-        queue_max: [4, 100, 10_000][rng.below(3) as usize],
-        wait_ms_max: [300, 3000, 60_000][rng.below(3) as usize],
+        max_queue: [4, 100, 10_000][rng.below(3) as usize],
+        max_wait_ms: [300, 3000, 60_000][rng.below(3) as usize],
         charge: charge[rng.below(3) as usize],
-        gate_tokens: [0, 0, 1000][rng.below(3) as usize],
         bins: [1, 1, 4][rng.below(3) as usize],
         bin_selection: BinSelection::RoundRobin,
         batching: match rng.below(6) {

@@ -415,8 +415,8 @@ impl SimulateArgs {
             return AdmissionSettings::default();
         }
         AdmissionSettings {
-            queue_max: u32::MAX,
-            wait_ms_max: u32::MAX,
+            max_queue: u32::MAX,
+            max_wait_ms: u32::MAX,
             ..AdmissionSettings::default()
         }
     }

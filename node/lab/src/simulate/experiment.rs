@@ -319,13 +319,13 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
             admission: AdmissionSettings {
                 order: Order::Fcfs,
                 concurrency: Concurrency::Fixed(BatchTimes::CALIBRATED.batch_max),
-                queue_max: u32::MAX,
-                wait_ms_max: u32::MAX,
+                max_queue: u32::MAX,
+                max_wait_ms: u32::MAX,
                 bins,
                 // Round-robin would not keep queues with equal arrivals equal.
                 bin_selection: BinSelection::LongestQueue,
                 // All requests wait for long here, so the age must not decide.
-                bin_age_ms_max: u32::MAX,
+                bin_max_age_ms: u32::MAX,
                 batching: Batching::Static,
                 ..AdmissionSettings::default()
             },

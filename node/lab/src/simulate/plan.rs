@@ -233,8 +233,8 @@ impl SimPlan {
             admission: AdmissionSettings {
                 order,
                 concurrency: Concurrency::Fixed(16),
-                queue_max: u32::MAX,
-                wait_ms_max: u32::MAX,
+                max_queue: u32::MAX,
+                max_wait_ms: u32::MAX,
                 ..AdmissionSettings::default()
             },
             ..Self::default()
@@ -248,7 +248,7 @@ impl SimPlan {
     /// Returns whether the admission settings limit waits.
     #[must_use]
     pub fn bounds_waits(&self) -> bool {
-        self.admission.wait_ms_max < u32::MAX
+        self.admission.max_wait_ms < u32::MAX
     }
 }
 

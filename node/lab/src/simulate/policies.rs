@@ -110,9 +110,9 @@ mod tests {
     fn invalid_policies_are_reported() {
         for (text, part) in [
             ("nonsense", "expected one of cost, "),
-            ("cost:near_permille", "near_permille: expected KEY=VALUE"),
+            ("epp:kv_weight", "kv_weight: expected KEY=VALUE"),
             ("cost:nonsense=1", "nonsense"),
-            ("cost:near_permille=2000", "near_permille"),
+            ("epp:kv_weight=2000", "kv_weight"),
             ("random:a=1", "unknown field `a`"),
             ("prefix-cache-as-written:a=1", "has no settings"),
         ] {

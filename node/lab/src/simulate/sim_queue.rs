@@ -232,7 +232,7 @@ impl SimQueue {
         };
         let rule = SelectionRule {
             selection: self.settings.bin_selection,
-            age_ms_max: self.settings.bin_age_ms_max,
+            age_ms_max: self.settings.bin_max_age_ms,
         };
         let room = BatchRoom {
             requests,
@@ -265,11 +265,7 @@ impl SimQueue {
         };
         let users = u32::try_from(here).unwrap_or(u32::MAX);
         let users = users.saturating_add(self.gate.users(unix_ms(now)));
-        let least = match self.settings.gate_tokens {
-            0 => self.largest,
-            tokens => u64::from(tokens),
-        };
-        slack_tokens(least, self.rate * self.replicas, self.lag_ms, users)
+        slack_tokens(self.largest, self.rate * self.replicas, self.lag_ms, users)
     }
 
     /// Returns the highest slack of the gate so far.

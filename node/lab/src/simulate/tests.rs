@@ -210,8 +210,8 @@ fn queueing(order: Order) -> SimPlan {
         admission: AdmissionSettings {
             order,
             concurrency: Concurrency::Fixed(4),
-            queue_max: u32::MAX,
-            wait_ms_max: u32::MAX,
+            max_queue: u32::MAX,
+            max_wait_ms: u32::MAX,
             ..AdmissionSettings::default()
         },
         ..SimPlan::default()
@@ -338,7 +338,7 @@ fn adaptive_limits_are_learned_from_measurements() {
         ..queueing(Order::Vtc)
     };
     plan.admission.concurrency = Concurrency::Adaptive;
-    plan.admission.sla.inter_token_us = 25_000;
+    plan.admission.inter_token_us = 25_000;
     let run = run(&plan, &backlogged(false));
     assert!(
         run.curves.waiting.iter().any(|waiting| *waiting > 0),

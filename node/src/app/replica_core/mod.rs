@@ -15,7 +15,7 @@ use api::base::clock::Clock;
 use api::cluster::divergence::Digests;
 use api::cluster::events::EventBus;
 use api::cluster::figures::FigureBoard;
-use api::engines::backends::{Backends, EngineDialer, ProbeSettings};
+use api::engines::backends::{Backends, EngineDialer};
 use api::ports::{Cluster, Propose};
 use api::proxy::LoggedRequests;
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
@@ -34,7 +34,7 @@ pub use super::machine::ApplyObserver;
 use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
 use super::scaling::{ScaleSource, Scaling};
-use super::{divergence, log_format, raft_options, readers, registration, session_expiry};
+use super::{divergence, log_format, options, readers, registration, session_expiry};
 use crate::config::Config;
 use crate::planted::{self, Bug};
 
@@ -134,13 +134,10 @@ impl CoreParts {
         let view = shared.state().view();
         let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
-        let probes = ProbeSettings {
-            dialer,
-            ..raft_options::probe_settings(config)
-        };
-        let backends = Backends::new(probes)
+        let backends = Backends::new(config.probes.clone())
+            .dialing(config.engine_keys.clone(), dialer)
             .breaking(config.circuit)
-            .preferring_adapters(config.queueing_threshold_lora);
+            .preferring_adapters(config.sections.routing.queueing_threshold_lora);
         let backends = Arc::new(backends);
         backends.announce(events.clone());
         let router = Router::new(RouterParts {
@@ -150,7 +147,7 @@ impl CoreParts {
             backends: Arc::clone(&backends),
             models: config.models.clone(),
             outbox: OutboxSettings {
-                flush_interval: *config.cluster.flush_interval,
+                flush_interval: config.cluster.flush_interval,
                 ..OutboxSettings::default()
             },
             overrides: config.policy_overrides.clone(),
@@ -162,7 +159,7 @@ impl CoreParts {
             0 if !is_logged => router,
             _ => router.recording(),
         });
-        let admission = Admission::new(&router).codel_target(config.codel_target);
+        let admission = Admission::new(&router).codel_target(config.admission.codel_target);
         let admission = Arc::new(admission);
         Self {
             shared,
@@ -217,9 +214,8 @@ impl ReplicaCore {
         let clocks = Arc::new(ClusterClocks::new(clock));
         let clock = clocks.clock();
         let parts = CoreParts::new(&config, session, Arc::clone(&clocks), dialer);
-        let first = raft_options::first_command(&config, session, hashing, &clock);
-        let mut options =
-            raft_options::raft_options(&config, transport.local_addr(), storage, &first);
+        let first = options::first_command(&config, session, hashing, &clock);
+        let mut options = options::raft_options(&config, transport.local_addr(), storage, &first);
         options.labels.extend([log_format::label(format)]);
         let inbox = parts.inbox(observer.clone());
         let machine = RouterMachine::new(Arc::clone(&parts.shared), observer).with_format(format);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::engines::discovery::{DnsRecords, PodChoice, SourceKind};
+use api::engines::discovery::{PodChoice, SourceKind};
 use expect_test::expect;
 
 use super::*;
@@ -53,11 +53,10 @@ fn each_kind_of_source_parses() {
     assert_eq!((&*dns.name, dns.port), ("engines.prod.svc", Some(8000)));
     assert_eq!(dns.interval, Duration::from_secs(5));
     assert_eq!(dns.resolver, Some("127.0.0.1:5353".parse().unwrap()));
-    assert_eq!(dns.records, DnsRecords::Addresses);
     let SourceKind::Dns(services) = &sources[1].kind else {
         panic!("{:?}", sources[1]);
     };
-    assert_eq!((services.port, services.records), (None, DnsRecords::Srv));
+    assert_eq!(services.port, None);
     let SourceKind::Kubernetes(pods) = &sources[3].kind else {
         panic!("{:?}", sources[3]);
     };
@@ -98,7 +97,7 @@ kind = "file"
 path = "/x"
 labels = { "quorate.role" = "prefill" }
 kv_events_port = 5557
-ca_file = "/ca"
+port = 8000
 [[discovery]]
 kind = "kubernetes"
 [[discovery]]
@@ -127,7 +126,7 @@ kv_replay_port = 1
             25:10: discovery[6].labels is out of bounds (expected the field role in place of this label)
             26:18: discovery[6].kv_events_port is set, and kind is "file" (expected it where kind is dns or kubernetes)
             26:18: discovery[6].kv_events_port without a tokenizer (expected a [[models]] entry with another tokenizer than "character": KV events contain token ids)
-            27:11: discovery[6].ca_file is set, and kind is "file" (expected it where kind is kubernetes)
+            27:8: discovery[6].port is set, and kind is "file" (expected it where kind is kubernetes)
             28:1: discovery[7] has neither selector nor inference_pool (expected one of the two)
             35:23: discovery[8].max_remove_fraction is a number with a fraction (expected a number above 0 and up to 1, with at most three digits behind the point, such as 0.5)
             36:1: discovery[9].port is not set (expected the port of the engines, beside selector)

@@ -39,7 +39,6 @@ day = 1000
         cache: CacheScope::Group("all".to_owned()),
     };
     assert_eq!(config.user_defaults, expected);
-    assert_eq!(config.admission.user_limits, limits);
     let stated: Vec<_> = config.file.stated.keys().map(ToString::to_string).collect();
     assert_eq!(
         stated,
@@ -54,19 +53,6 @@ day = 1000
     );
     let is_local = |key: &String| key.starts_with("users.defaults");
     assert!(!config.file.local.keys().any(is_local));
-}
-
-#[test]
-fn default_user_limits_are_equal_in_both_sections() {
-    let config = config("node.id = 1\n[admission.user_limits]\nconcurrent = 3\n");
-    assert_eq!(config.user_defaults.limits.concurrent, Some(3));
-    assert!(config.user_defaults == UserDefaults::default());
-    faults(
-        "node.id = 1\n[admission.user_limits]\nrequests = 3\n[users.defaults.limits]\nrequests = 3\n",
-        expect![[r#"
-            5:12: users.defaults.limits.requests is set, and so is admission.user_limits.requests (expected limits of all users in one of [users.defaults.limits] and [admission.user_limits], which are the same)
-        "#]],
-    );
 }
 
 #[test]

@@ -91,8 +91,8 @@ async fn dial(
 
 /// Returns the error of a call for an introduction.
 async fn refusal(mut caller: PeerClient) -> tonic::Status {
-    let asked = caller.info(proto::InfoRequest::default()).await;
-    asked.unwrap_err()
+    let response = caller.info(proto::InfoRequest::default()).await;
+    response.unwrap_err()
 }
 
 #[tokio::test]

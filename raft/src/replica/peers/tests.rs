@@ -559,13 +559,13 @@ async fn silent_and_malformed_connections_are_closed() {
         b"quonois1\x00\x30and what is no message of a handshake, of 48 bytes",
     ];
     let address = &address;
-    let ends = told.map(|said| async move {
+    let ends = told.map(|bytes| async move {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-        stream.write_all(said).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
         let mut answer = Vec::new();
         // Reset or closed, at the latest when the handshake times out.
         let _end = stream.read_to_end(&mut answer).await;
-        assert!(answer.len() <= 1, "{said:?} is answered {answer:?}");
+        assert!(answer.len() <= 1, "{bytes:?} is answered {answer:?}");
     });
     futures_util::future::join_all(ends).await;
     replica.shutdown().await;

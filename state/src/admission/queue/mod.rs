@@ -89,11 +89,11 @@ impl QueueSettings {
     pub fn of(settings: &AdmissionSettings, pricing: Pricing) -> Self {
         Self {
             order: settings.order,
-            queue_max: settings.queue_max as usize,
-            wait_ms_max: u64::from(settings.wait_ms_max),
+            queue_max: settings.max_queue as usize,
+            wait_ms_max: u64::from(settings.max_wait_ms),
             target_ms: CODEL_TARGET_MS,
             bin_selection: settings.bin_selection,
-            bin_age_ms_max: u64::from(settings.bin_age_ms_max),
+            bin_age_ms_max: u64::from(settings.bin_max_age_ms),
             pricing,
         }
     }

@@ -98,13 +98,13 @@ fn a_skipped_request_lets_others_pass_and_stop_ends_the_scan() {
         queue.next(0, &users, &mut gate, skip_first),
         Next::Go(waiting(2, 2))
     );
-    let mut asked = 0;
+    let mut calls = 0;
     let stop = |_: &QueuedRequest| {
-        asked += 1;
+        calls += 1;
         DispatchVerdict::Stop
     };
     assert_eq!(queue.next(0, &users, &mut gate, stop), Next::NoRoom);
-    assert_eq!(asked, 1);
+    assert_eq!(calls, 1);
     let none = |_: &QueuedRequest| DispatchVerdict::Skip;
     assert_eq!(queue.next(0, &users, &mut gate, none), Next::NoRoom);
     assert_eq!(drain(&mut queue, &users), [1, 3]);

@@ -143,6 +143,7 @@ fn commands() -> Vec<Command> {
             limits: None,
             budget: Some(budget),
             models: Some(vec!["m*".to_owned()]),
+            cache: Some(Some(CacheScope::Own)),
         })),
         Command::SetCacheScope {
             user: Some(name()),

@@ -245,7 +245,7 @@ fn baseline_policies_choose_as_named() {
         kv_usage_permille,
         ..Candidate::default()
     };
-    let least_kv = PolicyConfig::LeastKv(LeastKvSettings::default());
+    let least_kv = PolicyConfig::LeastKv;
     assert_eq!(
         decide(&least_kv, &[kv(1, 500), kv(2, 479)]),
         (2, Reason::LeastKv)
@@ -306,12 +306,7 @@ fn baseline_policies_choose_as_named() {
 
 #[test]
 fn cost_prefers_an_empty_cache_over_evicting_from_a_full_one() {
-    let cost = |eviction_permille| {
-        PolicyConfig::Cost(CostSettings {
-            eviction_permille,
-            ..CostSettings::default()
-        })
-    };
+    let cost = PolicyConfig::Cost(CostSettings::default());
     let full = |matched| Candidate {
         slot: Slot(1),
         matched,
@@ -322,21 +317,16 @@ fn cost_prefers_an_empty_cache_over_evicting_from_a_full_one() {
         free_blocks: 1000,
         ..Candidate::default()
     };
-    let chosen = |permille, first: Candidate| decide(&cost(permille), &[first, empty]).0;
-    assert_eq!(chosen(0, full(1)), 1, "evicting is free");
+    let chosen = |first: Candidate| decide(&cost, &[first, empty]).0;
     assert_eq!(
-        chosen(300, full(1)),
+        chosen(full(1)),
         2,
         "one shared block is not worth what it evicts"
     );
-    assert_eq!(chosen(300, full(50)), 1, "half the prompt is");
+    assert_eq!(chosen(full(50)), 1, "half the prompt is");
     let has_room = Candidate {
         free_blocks: 99,
         ..full(1)
     };
-    assert_eq!(
-        chosen(1000, has_room),
-        1,
-        "while there is room nothing is lost"
-    );
+    assert_eq!(chosen(has_room), 1, "while there is room nothing is lost");
 }

@@ -29,15 +29,11 @@ const REQUEST: PolicyRequest = PolicyRequest {
 
 /// Returns every policy with its defaults, and those with many settings also with random ones.
 fn policies() -> impl Strategy<Value = PolicyConfig> {
-    let any_cost = (any::<[u32; 5]>(), 0_u32..=1000).prop_map(|(prices, near_permille)| {
+    let any_cost = any::<[u32; 3]>().prop_map(|prices| {
         PolicyConfig::Cost(CostSettings {
             prefill_ns_per_token: prices[0],
             decode_ns_per_request: prices[1],
             waiting_ns_per_request: prices[2],
-            kv_pressure_from_permille: prices[3],
-            kv_pressure_ns_per_permille: prices[4],
-            eviction_permille: near_permille,
-            near_permille,
         })
     });
     let any_prefix_cache = any::<[u32; 3]>().prop_map(|settings| {
@@ -57,25 +53,21 @@ fn policies() -> impl Strategy<Value = PolicyConfig> {
             ..VtcBasicSettings::default()
         })
     });
-    let any_preble = any::<[u32; 6]>().prop_map(|settings| {
+    let any_preble = any::<[u32; 5]>().prop_map(|settings| {
         PolicyConfig::PrebleE2(PrebleE2Settings {
             exploit_above_permille: settings[0],
             imbalance_milli: settings[1],
             evicted_reuse_permille: settings[2],
             prefill_ns_per_token: settings[3],
             decode_ns_per_request: settings[4],
-            near_permille: settings[5],
         })
     });
-    let any_epp = any::<[u32; 7]>().prop_map(|settings| {
+    let any_epp = any::<[u32; 4]>().prop_map(|settings| {
         PolicyConfig::Epp(EppSettings {
             prefix_weight: settings[0],
             queue_weight: settings[1],
             kv_weight: settings[2],
             min_match_tokens: settings[3],
-            min_match_permille: settings[4],
-            lora_waiting_max: settings[5],
-            near_permille: settings[6],
         })
     });
     prop_oneof![
@@ -159,12 +151,10 @@ proptest! {
         let best = scores.iter().min_by_key(|it| (it.tier, it.score, it.then)).unwrap();
         let own = scores.iter().find(|it| it.slot == choice.slot).unwrap();
         let limit = match &policy {
-            PolicyConfig::Cost(CostSettings { near_permille, .. })
-            | PolicyConfig::Lmetric(LmetricSettings { near_permille, .. })
-            | PolicyConfig::PrebleE2(PrebleE2Settings { near_permille, .. }) => {
-                rank::Tolerance::Permille(*near_permille).limit(best.score)
+            PolicyConfig::Cost(_) | PolicyConfig::Lmetric(_) | PolicyConfig::PrebleE2(_) => {
+                rank::Tolerance::Near.limit(best.score)
             }
-            PolicyConfig::Epp(_) | PolicyConfig::LeastKv(_) => u64::MAX,
+            PolicyConfig::Epp(_) | PolicyConfig::LeastKv => u64::MAX,
             _ => best.score,
         };
         prop_assert_eq!(own.tier, best.tier);
@@ -196,10 +186,9 @@ proptest! {
 
     #[test]
     fn a_dominated_candidate_is_never_chosen(
-        request in requests(), candidates in candidates(), near_permille in 0_u32..=1000,
+        request in requests(), candidates in candidates(),
     ) {
-        let settings = CostSettings { near_permille, ..CostSettings::default() };
-        let policy = PolicyConfig::Cost(settings);
+        let policy = PolicyConfig::Cost(CostSettings::default());
         let Some(choice) = choose(&policy, &request, &candidates) else { return Ok(()) };
         let chosen = chosen(&candidates, choice);
         let scores = scores(&policy, &request, &candidates);
@@ -311,11 +300,8 @@ fn a_single_candidate_is_chosen_and_none_gives_none() {
 fn policy_settings_parse_as_documented() {
     let read = |json: &str| serde_json::from_str::<PolicyConfig>(json);
     assert_eq!(
-        read(r#"{"policy":"cost","near_permille":5}"#).unwrap(),
-        PolicyConfig::Cost(CostSettings {
-            near_permille: 5,
-            ..CostSettings::default()
-        })
+        read(r#"{"policy":"lmetric","base_tokens":5}"#).unwrap(),
+        PolicyConfig::Lmetric(LmetricSettings { base_tokens: 5 })
     );
     assert_eq!(
         read(r#"{"policy":"least-request"}"#).unwrap().name(),
@@ -346,7 +332,6 @@ fn policy_settings_parse_as_documented() {
 #[test]
 fn an_out_of_bounds_setting_is_named() {
     let refusals = [
-        r#"{"policy":"lmetric","near_permille":1001}"#,
         r#"{"policy":"prefix-cache","min_match_blocks":0}"#,
         r#"{"policy":"prefix-cache","standard_deviation_factor_milli":1000001}"#,
         r#"{"policy":"vllm-cache-aware","cache_threshold_permille":1001}"#,
@@ -357,7 +342,6 @@ fn an_out_of_bounds_setting_is_named() {
         r#"{"policy":"chwbl","prefix_blocks":0}"#,
         r#"{"policy":"session","header":"a b"}"#,
         r#"{"policy":"session","cookie":""}"#,
-        r#"{"policy":"least-kv","near_permille":1001}"#,
         r#"{"policy":"vtc-basic","token_tracker_window_size":0}"#,
         r#"{"policy":"vtc-basic","token_tracker_max_tokens":999}"#,
         r#"{"policy":"vtc-basic","max_pod_load":0}"#,
@@ -368,7 +352,6 @@ fn an_out_of_bounds_setting_is_named() {
     .map(|json| serde_json::from_str::<PolicyConfig>(json).unwrap())
     .map(|policy| format!("{}: {}", policy.name(), policy.validate().unwrap_err()));
     expect_test::expect![[r#"
-        lmetric: near_permille: at most 1000
         prefix-cache: min_match_blocks: at least 1
         prefix-cache: standard_deviation_factor_milli: at most 1000000
         vllm-cache-aware: cache_threshold_permille: at most 1000
@@ -379,7 +362,6 @@ fn an_out_of_bounds_setting_is_named() {
         chwbl: prefix_blocks: at least 1
         session: header: a header's name of at most 256 bytes
         session: cookie: a cookie's name of at most 256 bytes
-        least-kv: near_permille: at most 1000
         vtc-basic: token_tracker_window_size: at least 1
         vtc-basic: token_tracker_max_tokens: at least token_tracker_min_tokens
         vtc-basic: max_pod_load: at least 1

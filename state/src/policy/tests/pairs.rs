@@ -63,17 +63,17 @@ fn uncached_prompt_length_decides_on_disaggregation() {
         matched,
         reason: Reason::LeastCost,
     };
-    let asked = |disaggregate, matched| {
+    let decided = |disaggregate, matched| {
         let settings = PairSettings {
             disaggregate,
             above_tokens: 800,
         };
         is_worth_two(&settings, &REQUEST, whole(matched))
     };
-    assert_eq!(asked(Disaggregate::Auto, 49), Ok(()));
-    assert_eq!(asked(Disaggregate::Auto, 50), Err(WholeReason::Short));
-    assert_eq!(asked(Disaggregate::Always, 100), Ok(()));
-    assert_eq!(asked(Disaggregate::Off, 0), Err(WholeReason::Off));
+    assert_eq!(decided(Disaggregate::Auto, 49), Ok(()));
+    assert_eq!(decided(Disaggregate::Auto, 50), Err(WholeReason::Short));
+    assert_eq!(decided(Disaggregate::Always, 100), Ok(()));
+    assert_eq!(decided(Disaggregate::Off, 0), Err(WholeReason::Off));
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn decode_backends_prefill_while_prefill_backends_are_behind() {
         pending_prefill_tokens: tokens,
         ..backend(slot, 0)
     };
-    let asked = |disaggregate, prefill_tokens, whole_tokens| {
+    let decided = |disaggregate, prefill_tokens, whole_tokens| {
         let settings = PairSettings {
             disaggregate,
             above_tokens: 0,
@@ -102,11 +102,11 @@ fn decode_backends_prefill_while_prefill_backends_are_behind() {
         choose_pair(&cost(), &REQUEST, (&settings, Some(&whole)), &sides)
     };
     // The prompt's own 1,600 tokens are added on both sides.
-    assert!(asked(Disaggregate::Auto, 1_600, 0).is_ok());
+    assert!(decided(Disaggregate::Auto, 1_600, 0).is_ok());
     let busy = Err(WholeReason::PrefillBusy);
-    assert_eq!(asked(Disaggregate::Auto, 1_601, 0), busy);
-    assert!(asked(Disaggregate::Auto, 3_600, 1_000).is_ok());
-    assert!(asked(Disaggregate::Always, 1_000_000, 0).is_ok());
+    assert_eq!(decided(Disaggregate::Auto, 1_601, 0), busy);
+    assert!(decided(Disaggregate::Auto, 3_600, 1_000).is_ok());
+    assert!(decided(Disaggregate::Always, 1_000_000, 0).is_ok());
 }
 
 #[test]
@@ -128,9 +128,9 @@ fn decode_choice_weighs_load_memory_and_transfer() {
         ..candidate
     };
     // Fetching all 1600 tokens costs 10 ms, a running request costs 1 ms.
-    let asked = |load| chosen(&prefill, &[backend(0, 0), running(load, backend(1, 100))]);
-    assert_eq!(asked(5), [9, 1]);
-    assert_eq!(asked(20), [9, 0]);
+    let decided = |load| chosen(&prefill, &[backend(0, 0), running(load, backend(1, 100))]);
+    assert_eq!(decided(5), [9, 1]);
+    assert_eq!(decided(20), [9, 0]);
     // If the prompt must be computed, the prefix is worth far more.
     let whole = choose(
         &cost(),
@@ -177,9 +177,9 @@ fn a_busy_prefill_backend_is_used_if_no_backend_serves_whole() {
     }];
     let decode = [backend(1, 0)];
     let sides = [sides(Handover::Room, &busy, &decode)];
-    let asked = |whole| choose_pair(&cost(), &REQUEST, (&PairSettings::default(), whole), &sides);
-    assert!(asked(None).is_ok());
-    assert_eq!(asked(Some(&backend(2, 0))), Err(WholeReason::PrefillBusy));
+    let decided = |whole| choose_pair(&cost(), &REQUEST, (&PairSettings::default(), whole), &sides);
+    assert!(decided(None).is_ok());
+    assert_eq!(decided(Some(&backend(2, 0))), Err(WholeReason::PrefillBusy));
 }
 
 proptest! {

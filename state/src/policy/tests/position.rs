@@ -89,14 +89,14 @@ fn position_hashings_agree_without_a_volatile_field() {
     let mut ownership = Ownership::new();
     ownership.add_backend(backend, None);
     ownership.acquire(backend, None, &chain(&prompt)).unwrap();
-    for asked in [
+    for queried in [
         &prompt[..100],
         &prompt,
         &longer,
         "another prompt altogether",
     ] {
-        let literal = literal.matched(asked, backend);
-        let sound = ownership.view().match_by_position(&chain(asked), backend);
-        assert_eq!(sound as usize, literal, "{asked}");
+        let literal = literal.matched(queried, backend);
+        let sound = ownership.view().match_by_position(&chain(queried), backend);
+        assert_eq!(sound as usize, literal, "{queried}");
     }
 }

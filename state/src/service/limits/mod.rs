@@ -24,9 +24,52 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::ServiceSample;
-use crate::settings::{AdmissionSettings, Concurrency, SlaSettings};
+use crate::settings::{AdmissionSettings, Concurrency};
 pub(crate) use footprint::Footprint;
 pub(crate) use pace::SlaController;
+
+/// Settings of the limits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LimitSettings {
+    concurrency: Concurrency,
+    sla: SlaSettings,
+}
+
+/// Settings of limits by service level (Algorithms 1, 2 and 7). All but the target are constant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SlaSettings {
+    /// Target time between tokens (`D_SLA`), in microseconds; 0 to limit by memory only.
+    inter_token_us: u32,
+    /// Half width of the tolerance band around the target (`eps_D`), in microseconds.
+    tolerance_us: u32,
+    /// Lower bound of the limit (`B_min`), in requests.
+    batch_min: u32,
+    /// Upper bound of the limit (`B_max`), in requests.
+    batch_max: u32,
+    /// Quantile `z` of Algorithm 1, in thousandths: with 1645, memory overflows in 5 % of cases.
+    memory_z_milli: u32,
+}
+
+impl From<u32> for SlaSettings {
+    fn from(inter_token_us: u32) -> Self {
+        Self {
+            inter_token_us,
+            tolerance_us: 5_000,
+            batch_min: 1,
+            batch_max: 1024,
+            memory_z_milli: 1645,
+        }
+    }
+}
+
+impl From<&AdmissionSettings> for LimitSettings {
+    fn from(settings: &AdmissionSettings) -> Self {
+        Self {
+            concurrency: settings.concurrency,
+            sla: settings.inter_token_us.into(),
+        }
+    }
+}
 
 /// Maximum number of tokens per router block that a report may contain.
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
@@ -77,7 +120,7 @@ impl AdaptiveLimit {
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
-        settings: &AdmissionSettings,
+        settings: &LimitSettings,
         capacity_blocks: Option<u32>,
     ) {
         self.footprint.observe(sample);
@@ -96,7 +139,7 @@ impl AdaptiveLimit {
     /// Returns the current limit and the figures behind it. `capacity_blocks` is `None` if unknown.
     pub(crate) fn figures(
         &self,
-        settings: &AdmissionSettings,
+        settings: &LimitSettings,
         capacity_blocks: Option<u32>,
     ) -> LimitFigures {
         let sla = &settings.sla;

@@ -26,7 +26,8 @@
 use bincode::{Decode, Encode};
 
 use super::ServiceSample;
-use crate::settings::{BATCH_MAX, SlaSettings};
+use super::SlaSettings;
+use crate::settings::BATCH_MAX;
 
 /// Number of samples with tokens per decision: Algorithm 2's warm-up, repeated after every move.
 const SAMPLES_PER_DECISION: u32 = 3;

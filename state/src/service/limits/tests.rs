@@ -68,17 +68,13 @@ fn footprint_by(quantile: impl Fn(f64) -> f64) -> Footprint {
 }
 
 fn sla(inter_token_us: u32) -> SlaSettings {
-    SlaSettings {
-        inter_token_us,
-        ..SlaSettings::default()
-    }
+    inter_token_us.into()
 }
 
-fn adaptive(inter_token_us: u32) -> AdmissionSettings {
-    AdmissionSettings {
+fn adaptive(inter_token_us: u32) -> LimitSettings {
+    LimitSettings {
         concurrency: Concurrency::Adaptive,
         sla: sla(inter_token_us),
-        ..AdmissionSettings::default()
     }
 }
 
@@ -469,7 +465,7 @@ fn controller_waits_for_enough_gaps() {
 fn the_limit_is_the_smaller_bound_clamped_to_settings() {
     let mut limit = AdaptiveLimit::default();
     let mut settings = adaptive(0);
-    let limit_of = |limit: &AdaptiveLimit, settings: &AdmissionSettings, blocks| {
+    let limit_of = |limit: &AdaptiveLimit, settings: &LimitSettings, blocks| {
         limit.figures(settings, blocks).limit
     };
     assert_eq!(
@@ -523,7 +519,7 @@ fn any_sample() -> impl Strategy<Value = ServiceSample> {
     })
 }
 
-fn any_settings() -> impl Strategy<Value = AdmissionSettings> {
+fn any_settings() -> impl Strategy<Value = LimitSettings> {
     let number = || prop_oneof![1_u32..200, 1..=crate::admission::BATCH_MAX];
     (
         number(),
@@ -533,7 +529,7 @@ fn any_settings() -> impl Strategy<Value = AdmissionSettings> {
         0_u32..=10_000,
     )
         .prop_map(
-            |(a, b, inter_token_us, tolerance_us, memory_z_milli)| AdmissionSettings {
+            |(a, b, inter_token_us, tolerance_us, memory_z_milli)| LimitSettings {
                 sla: SlaSettings {
                     inter_token_us: inter_token_us.into(),
                     tolerance_us,
@@ -553,7 +549,6 @@ proptest! {
     ) {
         let mut limit = AdaptiveLimit::default();
         for (settings, sample, capacity) in steps {
-            prop_assert_eq!(settings.validate(), Ok(()));
             limit.observe(&sample, &settings, capacity);
             let figures = limit.figures(&settings, capacity);
             let allowed = settings.sla.batch_min..=settings.sla.batch_max;

@@ -22,8 +22,9 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use state::command::BACKENDS_MAX;
+use state::form::{As, Span};
 use state::ids::{BackendRef, Slot, UserKey};
 use tokio::time::Instant;
 
@@ -32,21 +33,29 @@ use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering::Relaxed};
 /// Number of recent attempts at a backend that a circuit remembers.
 const RECENT_MAX: usize = 20;
 
-/// When circuits open, and for how long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Keys of `[circuit]`: when a failing backend gets no more requests, and when it is tried again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
 pub struct CircuitSettings {
-    /// Minimum number of failures among the recent attempts that opens a circuit. With 0, circuits
-    /// never open.
+    /// Number of failures among the last 20 attempts (no connection, broken or timed out before the
+    /// first byte, or a 5xx) that opens a backend's circuit if at least half of them failed; 0
+    /// disables it. Failures of a single user do not count while others are answered. Open circuits
+    /// exclude at most half of a model's backends at a time, at least one, never all.
     pub failures: u32,
+    /// How long an open circuit rejects requests before a single trial request is allowed. Doubles
+    /// with each failed trial, up to 30 s.
+    #[serde(with = "As::<Span>")]
+    pub backoff: Duration,
     /// Minimum share of failures among the recent attempts that opens a circuit, in percent.
+    #[serde(skip)]
     pub failure_percent: u32,
     /// Maximum share of a model's backends skipped at a time because of their circuits, in percent.
     /// One may always be skipped, but never all.
+    #[serde(skip)]
     pub ejection_percent_max: u32,
-    /// Length of the first pause of an open circuit.
-    pub backoff: Duration,
-    /// Maximum length of a pause. Also the time after which another request is admitted if a
-    /// half-open request has not ended.
+    /// Maximum length of a pause, unless [`Self::backoff`] is longer. Also the time after which
+    /// another request is admitted if a half-open request has not ended.
+    #[serde(skip)]
     pub backoff_max: Duration,
 }
 
@@ -54,9 +63,9 @@ impl Default for CircuitSettings {
     fn default() -> Self {
         Self {
             failures: 5,
+            backoff: Duration::from_secs(1),
             failure_percent: 50,
             ejection_percent_max: 50,
-            backoff: Duration::from_secs(1),
             backoff_max: Duration::from_secs(30),
         }
     }
@@ -320,7 +329,7 @@ impl CircuitBreakers {
         }
         let doublings = circuit.openings.saturating_sub(1).min(16);
         let pause = settings.backoff.saturating_mul(1 << doublings);
-        let pause = pause.min(settings.backoff_max);
+        let pause = pause.min(settings.backoff_max.max(settings.backoff));
         circuit.blamed = user
             .filter(|_| is_trial && !is_alone)
             .map(|user| (user, self.micros(now + 2 * pause)));

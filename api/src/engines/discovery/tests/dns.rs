@@ -11,8 +11,8 @@ use tokio::net::{TcpListener, UdpSocket};
 use tokio::task::AbortHandle;
 
 use super::*;
+use crate::engines::discovery::DnsSource;
 use crate::engines::discovery::dns::follow;
-use crate::engines::discovery::{DnsRecords, DnsSource};
 
 /// A DNS server of the zone `test.`, which runs until it is dropped.
 struct Zone {
@@ -70,11 +70,10 @@ impl Zone {
         self.zone.records_mut().await.remove(&key);
     }
 
-    fn source(&self, host: &str, records: DnsRecords) -> DnsSource {
+    fn source(&self, host: &str) -> DnsSource {
         DnsSource {
             name: host.to_owned(),
-            port: (records != DnsRecords::Srv).then_some(8000),
-            records,
+            port: (!host.starts_with('_')).then_some(8000),
             interval: Duration::from_secs(3600),
             resolver: Some(self.at),
         }
@@ -104,7 +103,7 @@ async fn dns_follows_the_ttl_and_keeps_engines_on_failure() {
     let mut zone = Zone::start().await;
     zone.lead("engines.test.", &[7, 8]).await;
     // The TTL is one second, the interval an hour.
-    let it = following(zone.source("engines.test.", DnsRecords::Addresses));
+    let it = following(zone.source("engines.test."));
     let first = says(&it.0, "10-0-0-7-8000 10-0-0-8-8000").await;
     assert_eq!(first.engines[0].spec.url, "http://10.0.0.7:8000");
     zone.lead("engines.test.", &[8, 9]).await;
@@ -132,15 +131,15 @@ async fn srv_records_resolve_to_hosts_and_ipv6_is_a_fallback() {
     zone.lead("a.test.", &[1]).await;
     let six = AAAA(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 2));
     zone.put("b.test.", 60, RData::AAAA(six)).await;
-    let it = following(zone.source("_http._tcp.test.", DnsRecords::Srv));
+    let it = following(zone.source("_http._tcp.test."));
     let reading = says(&it.0, "10-0-0-1-81 fd00--2-82").await;
     assert_eq!(reading.refused[0].engine, "none.test.");
-    let six = following(zone.source("b.test.", DnsRecords::Addresses));
+    let six = following(zone.source("b.test."));
     let reading = says(&six.0, "fd00--2-8000").await;
     assert_eq!(reading.engines[0].spec.url, "http://[fd00::2]:8000");
-    let four = following(zone.source("b.test.", DnsRecords::A));
-    let why = fails(&four.0).await;
-    assert!(why.ends_with("has no records of this kind"), "{why}");
+    let none = following(zone.source("_grpc._tcp.test."));
+    let why = fails(&none.0).await;
+    assert!(why.ends_with("_grpc._tcp.test. does not exist"), "{why}");
 }
 
 #[tokio::test]
@@ -151,7 +150,7 @@ async fn disallowed_dns_addresses_are_refused_individually() {
         let data = RData::A(A(Ipv4Addr::from(address)));
         zone.put("engines.test.", 60, data).await;
     }
-    let source = zone.source("engines.test.", DnsRecords::A);
+    let source = zone.source("engines.test.");
     let board = board(SourceKind::Dns(source.clone()));
     let told = Arc::clone(&board);
     let task = tokio::spawn(async move {
@@ -175,7 +174,7 @@ async fn a_dns_answer_of_a_thousand_addresses_is_complete() {
         zone.put("engines.test.", 60, data).await;
     }
     // The response is too long for a datagram.
-    let it = following(zone.source("engines.test.", DnsRecords::A));
+    let it = following(zone.source("engines.test."));
     let told = async {
         loop {
             if let Some(reading) = it.0.reading("it") {

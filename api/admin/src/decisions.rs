@@ -1,0 +1,352 @@
+//! `GET /admin/v1/decisions`: recent decisions of this replica. A record shows what was decided,
+//! with the figures at that time, not what would be decided now (I72).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use state::ids::{LogIndex, ReplicaId};
+use state::policy::Reason;
+
+use super::answer::{Answer, ListQuery, PathParam, QueryParams};
+use super::problem::{invalid, not_found};
+use super::users::key_text;
+use super::{Admin, AdminState};
+use api::error::Problem;
+use api::prompt::BlockUnit;
+use api::proxy::{DecidedAttempt, RequestEnd, RequestRecord};
+use api::routing::{AttemptReport, DecisionView, Usage};
+
+/// Query parameters of the list.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct DecisionQuery {
+    /// Only requests of this user, by name.
+    user: Option<String>,
+    /// Only requests with an attempt at this backend.
+    backend: Option<String>,
+    /// Only requests for this model.
+    model: Option<String>,
+    /// Maximum number of entries; 100 if absent.
+    #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
+    limit: Option<usize>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+}
+
+#[derive(Serialize, JsonSchema)]
+pub(super) struct DecisionList {
+    /// Replica that decided.
+    replica: ReplicaId,
+    /// Number of requests kept.
+    kept: usize,
+    /// Maximum number of requests kept.
+    kept_max: usize,
+    /// Memory that the kept requests take, in bytes.
+    kept_bytes: usize,
+    /// Arrival of the oldest request kept, in Unix milliseconds; `null`: none is kept.
+    oldest_ms: Option<u64>,
+    decisions: Vec<DecisionSummary>,
+    /// Value of `cursor` for the next page; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_cursor: Option<String>,
+}
+
+/// A request and its outcome.
+#[derive(Serialize, JsonSchema)]
+struct DecisionSummary {
+    request_id: String,
+    replica: ReplicaId,
+    /// When the request had been parsed, in Unix milliseconds by this replica's clock.
+    at_ms: u64,
+    path: String,
+    model: String,
+    /// User, as named by `GET /admin/v1/users`.
+    user: String,
+    user_key: String,
+    user_source: String,
+    stream: bool,
+    /// Number of prompt tokens, as far as known.
+    tokens: u32,
+    /// Number of full blocks of the prompt.
+    blocks_total: u32,
+    /// Number of attempts so far.
+    attempts: usize,
+    /// Decision of the last attempt; `null`: no backend was chosen.
+    last: Option<LastDecision>,
+    /// How the request ended; `null`: it is in progress.
+    end: Option<EndView>,
+}
+
+/// Summary of the last decision.
+#[derive(Serialize, JsonSchema)]
+struct LastDecision {
+    index: LogIndex,
+    policy: &'static str,
+    backend: String,
+    /// Backend that computes the prompt, if another one than `backend`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill: Option<String>,
+    matched: u32,
+    reason: Reason,
+    waited_ms: f64,
+    status: Option<u16>,
+    failure: Option<&'static str>,
+    #[serde(flatten)]
+    outcome: Option<ReportView>,
+}
+
+/// How a request ended.
+#[derive(Serialize, JsonSchema)]
+struct EndView {
+    /// Outcome, as counted by `quorate_proxy_requests_total`.
+    outcome: &'static str,
+    /// Status sent to the client; `null`: the client left before.
+    status: Option<u16>,
+    /// Code of the error sent to the client; `null`: none was sent.
+    code: Option<&'static str>,
+    duration_ms: f64,
+}
+
+/// Result of an attempt.
+#[derive(Serialize, JsonSchema)]
+struct ReportView {
+    end: &'static str,
+    /// Usage that the engine reported; `null`: none.
+    usage: Option<UsageView>,
+    /// Charged tokens: those reported, or an estimate if none were.
+    charged: ChargedView,
+    /// Time from the dispatch to the first byte of the response's body, in milliseconds; `null`:
+    /// none arrived.
+    ttft_ms: Option<f64>,
+    /// Time from the dispatch to the end, in milliseconds.
+    duration_ms: f64,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct UsageView {
+    prompt_tokens: u64,
+    cached_tokens: Option<u64>,
+    completion_tokens: u64,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct ChargedView {
+    input_uncached: u64,
+    input_cached: u64,
+    output: u64,
+}
+
+/// A request with all its decisions.
+#[derive(Serialize, JsonSchema)]
+pub(super) struct DecisionDetail {
+    #[serde(flatten)]
+    summary: DecisionSummary,
+    priority: i16,
+    deadline_ms: Option<f64>,
+    max_tokens: Option<u32>,
+    /// Labels that the request selected backends by.
+    labels: BTreeMap<String, String>,
+    unit: BlockUnit,
+    decisions: Vec<AttemptView>,
+}
+
+/// An attempt: its decision and its result.
+#[derive(Serialize, JsonSchema)]
+struct AttemptView {
+    /// Time from the end of parsing to the dispatch, in milliseconds.
+    after_ms: f64,
+    /// Part of `after_ms` that the request spent in the queue, in milliseconds.
+    waited_ms: f64,
+    #[serde(flatten)]
+    decision: DecisionView,
+    /// Outcome of the prefill, if another backend computes the prompt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_outcome: Option<&'static str>,
+    /// Status of the engine's response; `null`: none has arrived.
+    status: Option<u16>,
+    /// Why there was no response; `null`: there was one, or it is still expected.
+    failure: Option<&'static str>,
+    /// Result; `null`: the attempt is in progress.
+    outcome: Option<ReportView>,
+}
+
+pub(super) async fn list(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<DecisionQuery>,
+) -> Result<Answer<DecisionList>, Problem> {
+    let page = ListQuery {
+        limit: query.limit,
+        ..ListQuery::default()
+    };
+    let limit = page.limit()?;
+    let before = match query.cursor.as_deref() {
+        None => u64::MAX,
+        Some(cursor) => cursor
+            .parse()
+            .map_err(|_| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))?,
+    };
+    let is_wanted = |record: &RequestRecord| {
+        let is_there = |wanted: &Option<String>, found: &str| {
+            wanted.as_deref().is_none_or(|wanted| wanted == found)
+        };
+        let attempts = || record.attempts();
+        let went_to = |backend: &String| {
+            let attempts = attempts();
+            let names = |it: &DecidedAttempt| {
+                let prefill = it.decision.prefill_name();
+                *it.decision.name == **backend || prefill.is_some_and(|it| **it == **backend)
+            };
+            attempts.iter().any(names)
+        };
+        is_there(&query.user, record.user.as_str())
+            && is_there(&query.model, &record.model)
+            && query.backend.as_ref().is_none_or(went_to)
+    };
+    // One more than requested shows whether there are more.
+    let mut found = admin.decisions.newest(before, limit + 1, is_wanted);
+    let is_more = found.len() > limit;
+    found.truncate(limit);
+    let last = found.last().filter(|_| is_more);
+    let size = admin.decisions.size();
+    let answer = DecisionList {
+        replica: admin.decisions.replica(),
+        kept: size.entries,
+        kept_max: size.entries_max,
+        kept_bytes: size.bytes,
+        oldest_ms: size.oldest_ms,
+        next_cursor: last.map(|last| last.number.to_string()),
+        decisions: found
+            .iter()
+            .map(|it| DecisionSummary::of(&admin, it))
+            .collect(),
+    };
+    Ok(Answer(answer))
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+) -> Result<Answer<DecisionDetail>, Problem> {
+    let found = admin.decisions.find(id.as_bytes());
+    let record = found.ok_or_else(|| unknown(&admin))?;
+    let names = |backend| admin.decider.name_of(backend);
+    let decisions = record.attempts().clone();
+    let view = |attempt: &DecidedAttempt| AttemptView {
+        after_ms: ms(attempt.after),
+        waited_ms: ms(attempt.waited),
+        decision: attempt.decision.view(names),
+        prefill_outcome: attempt.decision.prefill_outcome(),
+        status: attempt.decision.status(),
+        failure: attempt.decision.failure(),
+        outcome: attempt.decision.outcome().map(ReportView::of),
+    };
+    Ok(Answer(DecisionDetail {
+        priority: record.priority,
+        deadline_ms: record.deadline.map(ms),
+        max_tokens: record.tokens_max,
+        labels: record.labels.iter().cloned().collect(),
+        unit: record.unit,
+        decisions: decisions.iter().map(view).collect(),
+        summary: DecisionSummary::of(&admin, &record),
+    }))
+}
+
+/// Returns the problem for a request id without a recorded decision.
+fn unknown(admin: &Admin) -> Problem {
+    let (replica, size) = (admin.decisions.replica(), admin.decisions.size());
+    let what = match (size.entries_max, size.oldest_ms) {
+        (0, _) => format!("replica {replica} keeps no decisions: admin.decisions is 0"),
+        (_, None) => format!("replica {replica} has decided nothing since its start"),
+        (max, Some(oldest)) => format!(
+            "replica {replica} has no request with this id among its last {} (at most {max}, since \
+             Unix time {} s); x-quorate-replica of the response names the replica that decided",
+            size.entries,
+            oldest / 1000,
+        ),
+    };
+    not_found(what).member("replica", replica.0)
+}
+
+impl DecisionSummary {
+    fn of(admin: &Admin, record: &RequestRecord) -> Self {
+        let hash_seed = admin.view.registry().hash_seed;
+        let attempts = record.attempts();
+        Self {
+            request_id: record.id.to_string(),
+            replica: admin.decisions.replica(),
+            at_ms: record.at_ms,
+            path: record.path.to_string(),
+            model: record.model.to_string(),
+            user: record.user.as_str().to_owned(),
+            user_key: key_text(record.user.key(hash_seed)),
+            user_source: record.user_source.text(),
+            stream: record.is_stream,
+            tokens: record.tokens,
+            blocks_total: record.blocks,
+            attempts: attempts.len(),
+            last: attempts.last().map(LastDecision::of),
+            end: record.end().map(EndView::of),
+        }
+    }
+}
+
+impl LastDecision {
+    fn of(attempt: &DecidedAttempt) -> Self {
+        let decision: &Arc<_> = &attempt.decision;
+        Self {
+            index: decision.index,
+            policy: decision.policy_name(),
+            backend: decision.name.to_string(),
+            prefill: decision.prefill_name().map(ToString::to_string),
+            matched: decision.matched(),
+            reason: decision.reason(),
+            waited_ms: ms(attempt.waited),
+            status: decision.status(),
+            failure: decision.failure(),
+            outcome: decision.outcome().map(ReportView::of),
+        }
+    }
+}
+
+impl EndView {
+    fn of(end: &RequestEnd) -> Self {
+        Self {
+            outcome: end.outcome,
+            status: Some(end.status).filter(|status| *status != 0),
+            code: end.code,
+            duration_ms: ms(end.after),
+        }
+    }
+}
+
+impl ReportView {
+    fn of(report: &AttemptReport) -> Self {
+        let [input_uncached, input_cached, output] = report.charged;
+        let usage = |usage: Usage| UsageView {
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.cached_tokens,
+            completion_tokens: usage.completion_tokens,
+        };
+        Self {
+            end: report.end.label(),
+            usage: report.usage.map(usage),
+            charged: ChargedView {
+                input_uncached,
+                input_cached,
+                output,
+            },
+            ttft_ms: report.first_byte.map(ms),
+            duration_ms: ms(report.duration),
+        }
+    }
+}
+
+/// Converts to milliseconds, with microsecond precision.
+pub(super) fn ms(time: Duration) -> f64 {
+    let us = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+    f64::from(us) / 1000.0
+}
