@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_waits_for_all_members_to_know_its_format() {
+    fn a_command_waits_until_all_members_know_its_format() {
         let asked = |own: u8, formats: &[Option<u8>]| check(3, own, &|| status(1, formats));
         assert_eq!(asked(3, &[Some(3), Some(3), Some(4)]), Ok(()));
         assert_eq!(asked(3, &[None, Some(3)]), Ok(()), "this build knows it");

@@ -232,7 +232,7 @@ async fn two_engines_get_each_request_of_every_replica() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_transfers_and_engines_fail_no_request_while_another_pair_is_left() {
+async fn lost_transfers_fail_no_request_while_a_pair_remains() {
     let (http, mut engines) = (Http::new(), two_pairs(2).await);
     let (replicas, _dir) = replicas(&http, 3, &engines).await;
     let at = addresses(&replicas);
@@ -259,7 +259,7 @@ async fn lost_transfers_and_engines_fail_no_request_while_another_pair_is_left()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_leaves_frees_both_engines() {
+async fn a_client_that_disconnects_frees_both_engines() {
     let (http, engines) = (Http::new(), two_pairs(0).await);
     let (replicas, _dir) = replicas(&http, 1, &engines).await;
     let at = addresses(&replicas);
