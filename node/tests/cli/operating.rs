@@ -156,15 +156,15 @@ fn policies_admission_and_users_can_be_set() {
         "{refused}"
     );
 
-    operator.done("admission set max_queue=77 max_wait=20s");
-    let admission = operator.json("admission get")["config"].clone();
+    operator.done("settings set admission max_queue=77 max_wait=20s");
+    let admission = operator.json("settings get admission")["config"].clone();
     assert_eq!(admission["max_queue"], 77);
     assert_eq!(admission["max_wait"], "20s");
-    operator.done("admission set max_wait=null");
-    let admission = operator.json("admission get")["config"].clone();
+    operator.done("settings set admission max_wait=null");
+    let admission = operator.json("settings get admission")["config"].clone();
     assert_eq!(admission["max_queue"], 77);
     assert_eq!(admission["max_wait"], "10s");
-    operator.done("routing set prediction_off_permille=300");
+    operator.done("settings set routing prediction_off_permille=300");
 
     operator.done("user set ada --weight 1.5 --requests 5");
     operator.done("user set ada --window 1m");
