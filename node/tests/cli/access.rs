@@ -75,7 +75,7 @@ fn tokens_grant_the_operations_of_their_role() {
 
     let file = replica.file("ada.token");
     std::fs::write(&file, format!("{viewer}\n")).unwrap();
-    let (is_fine, told) = command(&replica, &["users"], &file);
+    let (is_fine, told) = command(&replica, &["user"], &file);
     assert!(is_fine, "{told}");
     let backup = replica.file("backup");
     let (is_fine, told) = command(&replica, &["backup", "--local", &backup], &file);
@@ -87,7 +87,7 @@ fn tokens_grant_the_operations_of_their_role() {
     let (is_fine, told) = command(&replica, &["backup", "--local", &backup], &file);
     assert!(is_fine, "{told}");
     std::fs::write(&file, "wrong").unwrap();
-    let (is_fine, told) = command(&replica, &["users"], &file);
+    let (is_fine, told) = command(&replica, &["user"], &file);
     assert!(!is_fine && told.contains("--token-file"), "{told}");
 
     // Neither secrets nor their hashes are in any file.

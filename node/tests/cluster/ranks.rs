@@ -117,7 +117,7 @@ async fn conversations_keep_their_rank_with_exact_predictions() {
     let computed = engine.rank_stats().into_iter().map(|it| it.prompt_tokens);
     assert_eq!(computed.collect::<Vec<_>>(), asked);
 
-    let listed = done(&at, &["backends"]).await;
+    let listed = done(&at, &["backend"]).await;
     assert!(listed.contains("engine-0@2"), "{listed}");
     let page = http.metrics(at.admin).await;
     assert!(

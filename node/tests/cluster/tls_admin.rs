@@ -250,8 +250,8 @@ async fn commands_use_tls_and_report_a_name_mismatch() {
     let backup = dir.path().join("backup").display().to_string();
     done(&as_ada(&right, &["backup", &backup]));
     // A server with the wrong certificate is skipped, and reported if no other is left.
-    done(&as_ada(&format!("{wrong},{right}"), &["backends"]));
-    let nobody = as_ada(&format!("{wrong},http://127.0.0.1:{port}"), &["backends"]);
+    done(&as_ada(&format!("{wrong},{right}"), &["backend"]));
+    let nobody = as_ada(&format!("{wrong},http://127.0.0.1:{port}"), &["backend"]);
     let nobody = told(&nobody);
     assert!(nobody.contains("this port requires TLS"), "{nobody}");
     for (args, parts) in [
