@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use admin;
 use admin::{Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
 use anyhow::Context as _;
 use api::engines::backends::{EngineDialer, Hooks};

@@ -93,7 +93,7 @@ pub(super) struct SetPolicyArgs {
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["settings", "file"]))]
 pub(super) struct SetArgs {
-    /// Settings, such as `max_queue=100` or `sla.max_batch=64`; `null` resets to the default
+    /// Settings, such as `max_queue=100` or `max_wait=20s`; `null` resets to the default
     #[arg(value_name = "KEY=VALUE", value_parser = setting)]
     settings: Vec<(String, Value)>,
     /// Replace all settings with those in this file, as `get --json` prints them; `-` is stdin
