@@ -12,6 +12,7 @@
 //! | `service` | the gRPC services: external processing and health |
 //! | `frames` | bounds for incomplete messages |
 //! | `stream` | one stream: from a request's head to the end of its response |
+//! | `stream_meter` | counts the open streams |
 //! | `inbound` | messages from a gateway: their order, and the body of a request |
 //! | `heads` | heads of requests and responses in messages, and mutations of them |
 //! | `offer` | the endpoints for a request in order, and what is sent there |
@@ -34,6 +35,7 @@ mod relayed_answer;
 mod server;
 mod service;
 mod stream;
+mod stream_meter;
 
 use std::sync::Arc;
 

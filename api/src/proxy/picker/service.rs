@@ -22,7 +22,8 @@ use super::ext_proc::ProcessingRequest;
 use super::ext_proc::external_processor_server::ExternalProcessor;
 use super::inbound::GatewayMessages;
 use super::outbound::PickerMessages;
-use super::stream::{PickerStream, StreamMeter};
+use super::stream::PickerStream;
+use super::stream_meter::StreamMeter;
 use super::{Picker, PickerAnswers};
 
 /// Maximum number of messages in a stream that wait for the gateway.

@@ -24,10 +24,11 @@ use super::outbound::{
     BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers, untaken,
 };
 use super::relayed_answer::RelayedAnswer;
+use super::stream_meter::StreamMeter;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
-use crate::proxy::answer::{Intake, failed, local, signed};
+use crate::proxy::answer::{Intake, failed, local};
 use crate::proxy::forward::attempt::{
     AttemptError, OutgoingRequest, PendingAttempt, report_status,
 };
@@ -54,12 +55,6 @@ pub(super) struct PickerStream {
     pub(super) out: PickerMessages,
     /// Address of the gateway.
     pub(super) peer: HeaderValue,
-}
-
-/// Guard that counts an open stream, and its outcome when dropped.
-pub(super) struct StreamMeter {
-    picker: Arc<Picker>,
-    outcome: PickedOutcome,
 }
 
 /// Accounting of a request while its stream is open.
@@ -108,32 +103,6 @@ impl UploadShape {
     /// Whether the supposedly whole body may be only its first piece.
     fn may_go_on(&self) -> bool {
         self.is_asked_whole && self.is_cut
-    }
-}
-
-impl StreamMeter {
-    /// Counts a stream that begins. Fails if the maximum number is open.
-    pub(super) fn open(picker: &Arc<Picker>) -> Result<Self, Status> {
-        let limits = picker.proxy.limits.load();
-        let streams_max = signed(limits.requests().saturating_add(limits.reading()));
-        // Dropping the meter undoes the count.
-        let meter = Self {
-            picker: Arc::clone(picker),
-            outcome: PickedOutcome::Refused,
-        };
-        if picker.metrics.streams.inc() >= streams_max {
-            let why =
-                format!("{streams_max} streams are open, as many as limits.max_requests allows");
-            return Err(Status::resource_exhausted(why));
-        }
-        Ok(meter)
-    }
-}
-
-impl Drop for StreamMeter {
-    fn drop(&mut self) {
-        self.picker.metrics.streams.dec();
-        self.picker.metrics.told(self.outcome);
     }
 }
 
