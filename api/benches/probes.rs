@@ -12,7 +12,7 @@ use state::ids::Slot;
 
 /// Returns a page as long as a busy vLLM's (about 60 KB), made of the recorded sample.
 fn page() -> Vec<u8> {
-    include_str!("../src/backends/samples/vllm.txt")
+    include_str!("../src/engines/backends/samples/vllm.txt")
         .repeat(10)
         .into_bytes()
 }

@@ -31,7 +31,7 @@ mod document;
 mod explain;
 mod failures;
 #[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
+pub mod fuzzing;
 mod gate;
 mod keys;
 mod listener;

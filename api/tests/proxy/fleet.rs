@@ -20,11 +20,10 @@ use http::Request;
 use http_body_util::BodyExt;
 use serde_json::Value;
 use state::command::{
-    BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
+    BackendSpec, Charge, Command, Committed, Envelope, Founding, Item, Lane, Origin, Reply,
 };
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, UserKey};
 use state::policy::PolicyConfig;
-use state::users::FairnessSettings;
 use state::{Registry, RouterState, StateView};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;

@@ -81,7 +81,7 @@ async fn another_engine_loads_the_adapter_beyond_the_threshold() {
     let (dir, engines) = (TempDir::new().unwrap(), lora_engines(1.0).await);
     let http = Http::new();
     let replica = replica(&http, &engines, &dir, |config| {
-        config.queueing_threshold_lora = 2;
+        config.sections.routing.queueing_threshold_lora = 2;
         config.admission.founding.concurrency = state::admission::Concurrency::Fixed(1);
     })
     .await;

@@ -3,7 +3,7 @@
 
 use std::process::Output;
 
-use admin::{AdminRole, NewToken};
+use ::admin::{AdminRole, NewToken};
 
 use super::*;
 

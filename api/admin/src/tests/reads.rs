@@ -467,7 +467,7 @@ fn metrics_distinguish_voters_from_learners() {
 
 #[test]
 fn status_changes_are_sent_in_order() {
-    use api::cluster::events::{BackendChange, MemberChange, registry_changes, status_changes};
+    use api::cluster::events::{MemberChange, status_changes};
     let before = status();
     let mut after = before.clone();
     after.term = 4;
@@ -505,6 +505,7 @@ fn status_changes_are_sent_in_order() {
 
 #[test]
 fn registry_changes_are_sent_in_order() {
+    use api::cluster::events::{BackendChange, registry_changes};
     let bench = Bench::with_backends();
     let before = bench.admin.view.registry();
     bench.apply(Command::DeleteBackend {
