@@ -377,7 +377,7 @@ pub struct UserChanges {
     pub budget: Option<Budget>,
     /// Models that the user may use; a trailing `*` matches any suffix. Empty if it may use all.
     pub models: Option<Vec<String>>,
-    /// Cache scope of the user; `Some(None)` removes the user\'s own.
+    /// Cache scope of the user; `Some(None)` removes the user's own.
     pub cache: Option<Option<CacheScope>>,
 }
 
