@@ -4,6 +4,8 @@
 pub const API_KEYS_MAX: usize = 100_000;
 /// Maximum number of backends in a cluster.
 pub const BACKENDS_MAX: usize = 1024;
+/// Maximum number of concurrent requests per backend.
+pub const BATCH_MAX: u32 = 1 << 16;
 /// Maximum number of blocks in one item of a batch.
 pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
 /// Maximum total length of the names in one list of a backend (models, labels, or models that its
@@ -23,3 +25,5 @@ pub const RESTORE_BYTES_MAX: u64 = 1 << 30;
 /// Maximum number of users. `state/src/users/forgettable.rs` describes which users are forgotten to
 /// stay below it.
 pub const USERS_MAX: usize = 1_000_000;
+/// Maximum length of a window, in milliseconds: one day.
+pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;

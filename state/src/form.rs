@@ -14,7 +14,8 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::settings::{BATCH_MAX, Concurrency, WINDOW_MS_MAX};
+use crate::bounds::{BATCH_MAX, WINDOW_MS_MAX};
+use crate::concurrency::Concurrency;
 
 /// Smallest and largest valid integer; `None`: no upper bound.
 pub type Bounds = (u64, Option<u64>);
@@ -150,10 +151,7 @@ impl<F: Form> AsList<F> {
     ///
     /// # Errors
     /// Those of `serializer`.
-    pub fn serialize<S: Serializer>(
-        values: &Vec<F::Value>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(values: &[F::Value], serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(values.iter().map(Shown::<F>))
     }
 
@@ -430,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn written_values_read_as_the_same() {
         reads_the_same::<Span>("1m 30s");
         reads_the_same::<MicrosOrZero>("25ms 500us");
         reads_the_same::<Slots>("adaptive");

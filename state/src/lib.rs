@@ -11,6 +11,7 @@ mod bounds;
 pub mod budgets;
 pub mod caches;
 mod charge;
+mod concurrency;
 mod cow;
 pub mod discovery;
 mod encoding;

@@ -7,6 +7,8 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use crate::bounds::{BATCH_MAX, WINDOW_MS_MAX};
+pub use crate::concurrency::Concurrency;
 use crate::form::{As, AsOption, MicrosOrZero, Millis, MillisOfDay, MillisOrZero, Slots};
 use crate::pricing::ChargeInput;
 use crate::reject::Rejection;
@@ -93,18 +95,6 @@ pub enum Order {
     Fcfs,
 }
 
-/// Limit on the requests that a backend runs at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Concurrency {
-    /// The limit is learned per backend from memory and service level.
-    Adaptive,
-    /// The number of requests is unlimited.
-    Unlimited,
-    /// The limit is this number of requests.
-    Fixed(u32),
-}
-
 /// How the next bin is selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -124,9 +114,6 @@ pub enum Batching {
     /// A bin is a batch sent to one backend together, for engines that batch with a barrier.
     Static,
 }
-
-/// Maximum number of concurrent requests per backend.
-pub const BATCH_MAX: u32 = 1 << 16;
 
 impl AdmissionSettings {
     /// Checks the bounds of every field.
@@ -150,8 +137,6 @@ impl AdmissionSettings {
     }
 }
 
-/// Maximum length of a window, in milliseconds: one day.
-pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;
 /// Maximum number of tokens per window or budget: all integers up to it are exact as JSON numbers.
 pub const TOKENS_MAX: u64 = 1 << 53;
 /// Default length of a window, in milliseconds.

@@ -240,7 +240,10 @@ fn user_defaults_set_the_same_limits_and_scope_as_other_commands() {
         (defaults.limits, defaults.cache)
     };
     put(&mut driver, UserDefaults::default());
-    assert_eq!(driver.state.view().registry().admission, None);
+    assert_eq!(
+        driver.state.view().registry().admission,
+        Some(AdmissionSettings::default())
+    );
     put(
         &mut driver,
         UserDefaults {

@@ -163,7 +163,7 @@ fn snapshot_errors_name_their_position() {
         corrupt snapshot at byte 8: format version 3, 1 expected
         corrupt snapshot at byte 34: the header's checksum does not match
         corrupt snapshot at byte 42: the section's checksum does not match
-        corrupt snapshot at byte 42: section of 4278190115 bytes, 268435456 at most
+        corrupt snapshot at byte 42: section of 4278190100 bytes, 268435456 at most
         corrupt snapshot at byte 42: the section's checksum does not match"#]]
     .assert_eq(&faults.join("\n"));
 }

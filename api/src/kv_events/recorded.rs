@@ -11,7 +11,7 @@ use state::ids::{
 use state::kv_events::{KvBatch, KvCondition};
 use state::policy::{CostSettings, PolicyConfig};
 
-use super::fixtures::{self, Message};
+use super::fixtures::{self, RecordedMessage};
 use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 use crate::engines::kv_transport::wire::{self, EngineEvent};
 use crate::prompt::{TokenScope, chain_of_tokens};
@@ -29,7 +29,7 @@ struct EventFixture {
     seq: u64,
     stream: EventStream,
     block_size: u32,
-    sent: &'static [Message],
+    sent: &'static [RecordedMessage],
 }
 
 fn identity(block_size: u32) -> HashIdentity {
@@ -172,7 +172,7 @@ struct Cache {
 }
 
 impl Cache {
-    fn hear(&mut self, message: &Message) {
+    fn hear(&mut self, message: &RecordedMessage) {
         for event in wire::decode(&message.payload).unwrap().events {
             match event {
                 EngineEvent::Stored(stored) => {

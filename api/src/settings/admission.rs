@@ -129,6 +129,13 @@ mod tests {
             .iter()
             .map(|it| format!("{} is {} (expected {})", it.key, it.found, it.expected))
             .collect();
-        expect_test::expect![""].assert_eq(&faults.join("\n"));
+        expect_test::expect![[r#"
+            order is "best" (expected "vtc" or "vtc-max-fair" or "vtc-pred" or "dlpm" or "lcf" or "rpm" or "fcfs")
+            concurrency is 0 (expected an integer from 1 to 65536, "adaptive" or "unlimited")
+            max_queue is "many" (expected an integer from 1 to 4294967295)
+            max_wait is 5 (expected a duration from 1ms to 49days, such as "20ms" or "1m 30s")
+            max_age is an unknown key (expected one of batching, bin_max_age, bin_selection, bins, charge, concurrency, inter_token, max_queue, max_wait, order)
+            inter_token is "2h" (expected a duration up to 1h, such as "25ms")
+            bins is 65 (expected an integer from 1 to 64)"#]].assert_eq(&faults.join("\n"));
     }
 }

@@ -143,7 +143,7 @@ impl KeyListAge {
 }
 
 /// Rules by which this replica validates the cluster's keys.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct KeyRules {
     /// Whether requests need a valid key, from the cluster or from this replica's file.
     pub is_required: bool,
@@ -151,16 +151,6 @@ pub struct KeyRules {
     pub refuse_stale_after: Option<Duration>,
     /// Age of this replica's key list.
     pub list: Arc<ListAge>,
-}
-
-impl Default for KeyRules {
-    fn default() -> Self {
-        Self {
-            is_required: false,
-            refuse_stale_after: None,
-            list: Arc::default(),
-        }
-    }
 }
 
 impl KeyRules {

@@ -37,7 +37,11 @@ async fn heads(fleet: &Fleet, count: usize) -> Vec<Client> {
 
 #[tokio::test]
 async fn requests_without_a_body_take_no_reading_place() {
-    let (_engine, fleet) = start(|settings| settings.limits.requests_max = 1).await;
+    let (_engine, fleet) = start(|settings| {
+        settings.limits.requests_max = 1;
+        settings.limits.reading_max = Some(16);
+    })
+    .await;
     let _heads = heads(&fleet, 5).await;
     eventually("all are here", || fleet.metrics.reading.get() == 5).await;
     for _ in 0..3 {

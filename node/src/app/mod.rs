@@ -138,7 +138,7 @@ impl App {
     /// # Errors
     /// Fails if the store cannot be opened or is damaged.
     pub async fn start(self) -> anyhow::Result<RunningReplica> {
-        server::start(self).await
+        Box::pin(server::start(self)).await
     }
 
     /// Starts the replica, serves until `shutdown` requests a drain, then leaves.

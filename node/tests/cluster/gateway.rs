@@ -193,7 +193,7 @@ async fn every_body_mode_gives_equal_answers() {
 async fn a_users_limit_spans_picker_and_data_port() {
     let (_dir, _engines, replicas, http, at) = started(3, 1).await;
     let user = format!("http://{}/admin/v1/users/body:ada", at[0].admin);
-    let limits = json!({ "limits": { "requests": 2, "window_ms": 3_600_000 } });
+    let limits = json!({ "limits": { "requests": 2, "window": "1h" } });
     let is_set = async || http.send(Method::PUT, &user, &limits).await.0 == StatusCode::OK;
     until("the limit is set", is_set).await;
     http.agree(&at).await;

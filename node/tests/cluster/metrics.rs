@@ -268,7 +268,7 @@ async fn the_metrics_reference_matches_a_replica() {
 
     // One rejected request, for the reasons.
     let user = format!("http://{}/admin/v1/users/body:bo", at.admin);
-    let limits = json!({ "limits": { "requests": 1, "window_ms": 3_600_000 } });
+    let limits = json!({ "limits": { "requests": 1, "window": "1h" } });
     let (status, _, answer) = http.send(Method::PUT, &user, &limits).await;
     assert_eq!(status, StatusCode::OK, "{answer}");
     http.chat(&at, "bo", "Is the lamp lit?").await;

@@ -213,8 +213,8 @@ fn out_of_bounds_limits_are_named() {
         limits.requests: at least 1
         limits.tokens: 1 to 2^53
         limits.tokens: 1 to 2^53
-        limits.window_ms: at least 1
-        limits.window_ms: at most 86400000
+        limits.window: at least 1
+        limits.window: at most 86400000
         limits.concurrent: at least 1"#]]
     .assert_eq(&faults);
 }

@@ -103,7 +103,6 @@ async fn user_defaults_include_settings_of_other_routes() {
     };
     put(CACHE, json!({"cache_group": "all"})).await;
     let shown = bench.get(DEFAULTS).await;
-    assert_eq!(shown["is_set"], false);
     assert_eq!(shown["config"]["cache_group"], "all", "{shown}");
     let defaults = json!({
         "weight_milli": 500, "cache": "isolated", "limits": {"requests": 7}, "budget": {"day": 100}

@@ -221,7 +221,7 @@ async fn user_metrics_are_sums() {
     let bench = Bench::new();
     bench.admin.view.want_users();
     for (name, requests) in [("ada", 1), ("bob", 2)] {
-        let body = format!("{{\"limits\":{{\"requests\":{requests},\"window_ms\":3600000}}}}");
+        let body = format!("{{\"limits\":{{\"requests\":{requests},\"window\":\"1h\"}}}}");
         let path = format!("/admin/v1/users/{name}");
         let put = bench.call("PUT", &path, &body).await;
         assert_eq!(put.status, StatusCode::OK, "{}", put.body);

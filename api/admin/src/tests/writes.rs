@@ -481,7 +481,7 @@ async fn a_user_with_control_characters_in_its_name_can_be_limited() {
         name,
         weight_milli: 1000,
     }));
-    let limits = r#"{"limits":{"requests":1,"window_ms":1000}}"#;
+    let limits = r#"{"limits":{"requests":1,"window":"1s"}}"#;
     let answer = bench.call("PUT", "/admin/v1/users/a%1bb", limits).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
 }

@@ -176,7 +176,7 @@ impl JudgedPhases {
         }
         let (mut made, mut read) = (0, 0);
         let not_whole = scene.not_whole.lock().expect("nobody panics with it");
-        for (id, computed) in scene.ledger.computed().iter() {
+        for (id, computed) in &scene.ledger.computed() {
             if kind_of(id) == Some(ClientKind::Impatient) {
                 made += computed.output;
                 read += if not_whole.contains_key(id) {
@@ -265,7 +265,7 @@ impl JudgedPhases {
     /// otherwise approximately.
     async fn counters(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
         let mut computed: BTreeMap<String, ComputedRequest> = BTreeMap::new();
-        for (id, one) in self.storm.scene.ledger.computed().iter() {
+        for (id, one) in &self.storm.scene.ledger.computed() {
             let user = id.rsplit_once('.').map_or(id.as_str(), |(user, _)| user);
             let sum = computed.entry(user.to_owned()).or_default();
             sum.seen += one.seen;

@@ -148,7 +148,7 @@ url = "ftp://10.0.1.1:8000"
              --> n1.toml:9:1
               |
             9 | flush_intervall = "20ms"
-              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of auto_promote, bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, promote_after, replace_lost, secret_file, secret_optional, snapshot_every, snapshot_every_bytes, statefulset, voters_max
+              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of authentication_optional, auto_promote, bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, snapshot_every, statefulset, voters_max
 
             error: cluster.heartbeat is 50
               --> n1.toml:10:13
@@ -265,7 +265,7 @@ kv_events = "http://a:5557"
 "#,
         expect![[r#"
             5:10: routing.policy is "dlpm" (expected "cost" or "least-request" or "lmetric" or "prefix-cache" or "vllm-cache-aware" or "epp" or "chwbl" or "session" or "power-of-two" or "round-robin" or "random" or "least-kv" or "vtc-basic" or "preble-e2")
-            6:10: [routing.dlpm] is not available in this version (expected the settings of an available policy)
+            6:10: unknown key routing.dlpm (expected one of allow_override, allow_select, chwbl, cost, epp, learn, lmetric, policy, preble-e2, prediction_off_permille, prefix-cache, queueing_threshold_lora, session, vllm-cache-aware, vtc-basic)
             17:13: backends[0].kv_events is not a usable endpoint (expected tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional ?ranks=N, or auto)
         "#]],
     );

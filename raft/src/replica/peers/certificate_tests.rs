@@ -9,13 +9,13 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::net::TcpListener;
 use tonic::Code;
 
+use super::tests::info_request;
 use super::tests::messages;
 use crate::net::{
     ConnectError, ConnectFailure, PeerClient, PeerSecret, PeerTls, PeerTlsConfigs, Secret, Tcp,
     Transport, certificate_names, client,
 };
 use crate::testing;
-use crate::wire::proto;
 
 const CLUSTER: &str = "quorate";
 
@@ -91,7 +91,7 @@ async fn dial(
 
 /// Returns the error of a call for an introduction.
 async fn refusal(mut caller: PeerClient) -> tonic::Status {
-    let response = caller.info(proto::InfoRequest::default()).await;
+    let response = caller.info(info_request()).await;
     response.unwrap_err()
 }
 
@@ -110,7 +110,7 @@ async fn a_peer_must_present_the_certificate_of_its_id() {
 
     let two = with(authority.replica(CLUSTER, 2));
     let mut two = dial(&address, 1, two).await.unwrap();
-    assert!(two.info(proto::InfoRequest::default()).await.is_ok());
+    assert!(two.info(info_request()).await.is_ok());
     two.messages(messages(header)).await.unwrap();
     let three = with(authority.replica(CLUSTER, 3));
     let mut three = dial(&address, 1, three).await.unwrap();
@@ -181,7 +181,7 @@ async fn a_stranger_without_certificate_checks_is_not_served() {
     let tls = stranger.replica(CLUSTER, 2);
     // With TLS 1.3 its side of the handshake completes before it is refused.
     let served = match dial(&address, 1, |tcp| tcp.with_certificates(tls)).await {
-        Ok(mut caller) => caller.info(proto::InfoRequest::default()).await.is_ok(),
+        Ok(mut caller) => caller.info(info_request()).await.is_ok(),
         Err(_) => false,
     };
     assert!(!served);
@@ -217,7 +217,7 @@ fn step(
 
 async fn is_served(caller: Result<PeerClient, ConnectError>) -> bool {
     match caller {
-        Ok(mut caller) => caller.info(proto::InfoRequest::default()).await.is_ok(),
+        Ok(mut caller) => caller.info(info_request()).await.is_ok(),
         Err(_) => false,
     }
 }

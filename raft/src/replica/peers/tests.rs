@@ -24,6 +24,14 @@ fn secret(content: u8, id: u8) -> PeerSecret {
     }
 }
 
+/// Returns a question for the member's info, as any replica of the cluster asks it.
+pub(super) fn info_request() -> proto::InfoRequest {
+    proto::InfoRequest {
+        cluster_name: "quorate".to_owned(),
+        ..proto::InfoRequest::default()
+    }
+}
+
 /// Connects to `address` as a replica with the given secret.
 async fn connect_with(
     address: &str,
@@ -252,7 +260,7 @@ async fn a_stranger_learns_only_that_a_member_is_here() {
         };
         client.info(request).await.map(tonic::Response::into_inner)
     };
-    let told = ask("", header.cluster_low + 1).await.unwrap();
+    let told = ask("quorate", header.cluster_low + 1).await.unwrap();
     let all = proto::InfoResponse {
         id: 1,
         is_member: true,
@@ -481,7 +489,7 @@ async fn peers_without_the_secret_are_not_served() {
 
     let address = &peers[0];
     let mut known = connect_with(address, secret(7, 9)).await.unwrap();
-    assert!(known.info(proto::InfoRequest::default()).await.is_ok());
+    assert!(known.info(info_request()).await.is_ok());
     // The handshake names 9.
     let header = replicas[0].let_in(3).await;
     is_refused(known.propose(proposal(header)).await);
@@ -499,7 +507,7 @@ async fn peers_without_the_secret_are_not_served() {
     let both = "it is configured for cluster \"quorate\", this replica for \"staging\"";
     assert!(other.ends_with(both), "{other}");
     let mut none = connect(address).await;
-    let refused = none.info(proto::InfoRequest::default()).await.unwrap_err();
+    let refused = none.info(info_request()).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unauthenticated, "{refused}");
     for replica in replicas {
         replica.shutdown().await;
@@ -521,7 +529,7 @@ async fn a_secret_can_be_rolled_out_one_replica_at_a_time() {
     };
     // Replicas with and without a secret communicate.
     let mut first = connect_with(&address, optional(3)).await.unwrap();
-    assert!(first.info(proto::InfoRequest::default()).await.is_ok());
+    assert!(first.info(info_request()).await.is_ok());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let tcp = Tcp::new(listener).unwrap().with_secret(optional(1));
@@ -531,7 +539,7 @@ async fn a_secret_can_be_rolled_out_one_replica_at_a_time() {
         connect_with(&address, optional(3)).await.unwrap(),
         connect_with(&address, secret(7, 3)).await.unwrap(),
     ] {
-        assert!(caller.info(proto::InfoRequest::default()).await.is_ok());
+        assert!(caller.info(info_request()).await.is_ok());
     }
     let differs = connect_with(&address, secret(8, 3)).await.unwrap_err();
     assert!(

@@ -20,6 +20,8 @@ mod replies;
 mod shape_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod value_tests;
 
 use bincode::{Decode, Encode};
 

@@ -60,7 +60,7 @@ pub(crate) struct SlaController {
 }
 
 /// Result of evaluating the sums since the last decision.
-struct Measurement {
+struct PaceVerdict {
     inter_token_us: u32,
     /// Mean number of running requests over the gaps, rounded.
     running: u32,
@@ -116,9 +116,9 @@ impl SlaController {
     }
 
     /// Evaluates the sums since the last decision and resets them.
-    fn conclude(&mut self) -> Measurement {
+    fn conclude(&mut self) -> PaceVerdict {
         let gaps = self.gaps.max(1);
-        let verdict = Measurement {
+        let verdict = PaceVerdict {
             inter_token_us: u32::try_from(self.gap_us / gaps).unwrap_or(u32::MAX).max(1),
             running: u32::try_from(self.running.saturating_add(gaps / 2) / gaps)
                 .unwrap_or(u32::MAX),
@@ -133,7 +133,7 @@ impl SlaController {
         verdict
     }
 
-    fn decide(&mut self, verdict: &Measurement, sla: &SlaSettings, b_mem: Option<u32>) {
+    fn decide(&mut self, verdict: &PaceVerdict, sla: &SlaSettings, b_mem: Option<u32>) {
         let bound = middle((self.low, self.high));
         // Allows some slack, because the number of running requests is an average and replicas see
         // each other late.
