@@ -102,10 +102,14 @@ fn commands(prefix: &str, found: &mut BTreeSet<String>) {
     let args: Vec<&str> = prefix.split(' ').filter(|it| !it.is_empty()).collect();
     let help = quorate(&[&args[..], &["--help"]].concat());
     let help = text(&help.stdout).to_owned();
-    let Some((_, list)) = help.split_once("Commands:\n") else {
-        return;
+    // The commands of the program itself stand under several headings, before the options.
+    let list = if prefix.is_empty() {
+        help.split("\nOptions:").next()
+    } else {
+        let list = help.split_once("Commands:\n").map(|(_, list)| list);
+        list.and_then(|list| list.split("\n\n").next())
     };
-    let list = list.split("\n\n").next().unwrap_or_default();
+    let list = list.unwrap_or_default();
     // Names are indented by two columns, continuation lines by more.
     let names = list.lines().filter_map(|line| line.strip_prefix("  "));
     let names = names.filter(|line| !line.starts_with(' '));
