@@ -242,7 +242,7 @@ async fn judge(
 fn cluster_options(engine: &HostileEngine, is_secure: bool) -> ClusterOptions {
     let config = format!(
         "[limits]\nmax_connections = {CONNECTIONS_MAX}\n\n\
-         [timeouts]\nbody_idle = \"500ms\"\nuntaken = \"{}s\"\nheld_back = \"2s\"\n\
+         [timeouts]\nbody_idle = \"500ms\"\nclient_idle = \"{}s\"\n\
          first_byte = \"8s\"\n\n\
          [drain]\ndns_ttl = \"500ms\"\n",
         UNTAKEN.as_secs()
