@@ -227,6 +227,7 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         waiting_here: 0,
         endpoints: None,
         stages: RequestStages::Monolithic,
+        room: Default::default(),
     }
 }
 

@@ -235,6 +235,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         waiting_here: 0,
         endpoints: None,
         stages: RequestStages::Monolithic,
+        room: Default::default(),
     };
     let decisions: Vec<_> = (0..PROMPTS)
         .map(|i| {

@@ -13,7 +13,9 @@
 //! none is woken in vain, and no signal is lost between decision and dispatch.
 //!
 //! A request whose backend did not run it has had its turn. It waits ahead of requests that have
-//! not, in order of its return, until another backend has room.
+//! not, in order of its return, until another backend has room. So does a request whose backend has
+//! room, but at a place that a peer holds: the peer hands the place over, or the request takes
+//! another backend once the wait costs more than the prefix is worth.
 //!
 //! With `batching = "static"`, every request is queued. A backend receives requests only while it
 //! runs none, and then a batch from one bin of predicted output length at once.
@@ -47,8 +49,8 @@ pub use waiter::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
 use crate::base::clock::{Clock, LogTime};
 use crate::cluster::figures::LongestWait;
 use crate::routing::{
-    Attempt, Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable,
-    PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
+    Attempt, Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PeerPlace,
+    PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
 use metrics::LeaveReason;
 use model_queue::{ModelQueue, users_of};
@@ -180,6 +182,7 @@ impl Admission {
         let may_go = !self.is_contended.load(Ordering::Acquire)
             || !excluded.is_empty()
             || self.is_free(ask.model, now);
+        let mut sought = None;
         if may_go && !self.is_batching() {
             let began = candidate.is_traced().then(Instant::now);
             match self.shares.place(&self.decider, &ask, now) {
@@ -187,11 +190,14 @@ impl Admission {
                     let placed = (placed, DecisionTimes::since(began));
                     return Ok(self.dispatch(placed, &**candidate, now));
                 }
-                Err(RoutingRejection::AtLimit) => {}
-                Err(why) => return Err(AdmissionRejection::NoBackend(why)),
+                Err(PlaceRejection::AtPeer(place)) => sought = Some(place),
+                Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {}
+                Err(PlaceRejection::Refused(why)) => {
+                    return Err(AdmissionRejection::NoBackend(why));
+                }
             }
         }
-        let mut place = self.queue(candidate, excluded, now)?;
+        let mut place = self.queue(candidate, excluded, sought, now)?;
         place.turn().await
     }
 
@@ -236,6 +242,7 @@ impl Admission {
         self: &Arc<Self>,
         candidate: &Arc<C>,
         excluded: &[Slot],
+        sought: Option<PeerPlace>,
         now: Instant,
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
@@ -248,14 +255,18 @@ impl Admission {
         }
         let model = self.model_key(ask.model);
         let (answer, turn) = oneshot::channel();
-        let entry = Waiter {
+        let mut entry = Waiter {
             candidate: Arc::clone(candidate) as Arc<dyn AdmissionRequest>,
             excluded: excluded.to_vec(),
             since: now,
             wait: None,
+            seeking: None,
             answer,
         };
-        if excluded.is_empty() {
+        if let Some(place) = sought {
+            entry.seek(place, &self.load, now);
+        }
+        if excluded.is_empty() && sought.is_none() {
             let waiting = self.waiting(ticket, model, candidate, self.ms_of(now));
             self.join(model, waiting, entry)?;
         } else {
@@ -360,7 +371,8 @@ impl Admission {
         }
     }
 
-    /// Queues a request that has had its turn, ahead of those that have not.
+    /// Queues a request that has had its turn, or whose place is a peer's, ahead of those that have
+    /// not.
     fn rejoin(
         &self,
         model: ModelKey,
@@ -424,16 +436,17 @@ impl Admission {
     /// Serves the queues until `stop` is cancelled. Call this once per instance.
     pub async fn run(&self, stop: CancellationToken) {
         let less = Arc::clone(self.load.less());
+        let mut look_in = LOOK_EVERY;
         loop {
             let is_contended = self.is_contended.load(Ordering::Acquire);
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
                 () = less.notified() => {}
-                () = tokio::time::sleep(LOOK_EVERY), if is_contended => {}
+                () = tokio::time::sleep(look_in), if is_contended => {}
             }
             if self.is_contended.load(Ordering::Acquire) {
-                self.serve(Instant::now());
+                look_in = self.serve(Instant::now()).min(LOOK_EVERY);
             }
         }
     }

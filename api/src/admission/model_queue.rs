@@ -7,16 +7,19 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use state::admission::{Overload, Queue, QueueSettings};
 use state::ids::Ticket;
+use tokio::time::Instant;
 
 use super::waiter::Waiter;
 use crate::cluster::figures::LongestWait;
+use crate::routing::{LoadTable, PeerPlace};
 
 /// Requests of one model that wait at this replica.
 pub(super) struct ModelQueue {
     model: Arc<str>,
     /// Requests that have not had their turn.
     pub(super) queue: Queue,
-    /// Requests that have had their turn and were not run, in the order of their return.
+    /// Requests that have had their turn and were not run, or whose places are a peer's, in the order
+    /// of their return.
     pub(super) again: VecDeque<Ticket>,
     /// All requests of `queue` and `again`, by ticket. A leaving replica rejects them in order.
     pub(super) entries: BTreeMap<Ticket, Waiter>,
@@ -95,6 +98,19 @@ impl ModelQueue {
 
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// Lets a request that has had its turn wait for the `place` of a peer from `now` on.
+    pub(super) fn seek(
+        &mut self,
+        (ticket, mut entry): (Ticket, Waiter),
+        place: PeerPlace,
+        load: &LoadTable,
+        now: Instant,
+    ) {
+        entry.seek(place, load, now);
+        self.again.push_back(ticket);
+        self.entries.insert(ticket, entry);
     }
 
     /// Removes a request whose client has left; returns `None` if it does not wait.

@@ -14,7 +14,10 @@ use super::metrics::LeaveReason;
 use super::model_queue::ModelQueue;
 use super::waiter::{AdmissionRejection, DecisionTimes, Waiter};
 use super::{Admission, ModelQueues};
-use crate::routing::{LargestRequest, PlacedRequest, RoutingRejection, pricing_of};
+use crate::routing::{
+    LargestRequest, PlaceRejection, PlacedRequest, Room, RoutingRejection, RoutingRequest,
+    WantedPlaces, pricing_of,
+};
 
 /// Usual maximum age of the replicas' knowledge about each other's dispatches, in milliseconds: an
 /// update waits 20 ms for its flush, then for its commit; reports are sent every 20 ms.
@@ -93,11 +96,8 @@ impl QueueScan {
     }
 }
 
-/// Result of the decision on one request.
-pub(super) enum DecisionResult {
-    Goes((PlacedRequest, Option<DecisionTimes>)),
-    Never(RoutingRejection),
-}
+/// A request with its reserved places and the times of its decision, if they are recorded.
+pub(super) type Placed = (PlacedRequest, Option<DecisionTimes>);
 
 impl Admission {
     /// Returns the settings of the queues and the token prices.
@@ -133,8 +133,9 @@ impl Admission {
         }
     }
 
-    /// Dispatches every waiting request that can go as of `now`.
-    pub(super) fn serve(&self, now: Instant) {
+    /// Dispatches every waiting request that can go as of `now`. Returns the time until a request
+    /// gives up its wait for a peer's place.
+    pub(super) fn serve(&self, now: Instant) -> Duration {
         let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
@@ -159,6 +160,10 @@ impl Admission {
         }
         self.shares.want(std::mem::take(&mut queues.wanted));
         self.tidy(&mut queues, &look);
+        let entries = queues.by_model.values().flat_map(|it| it.entries.values());
+        let seeking = entries.filter_map(|entry| Some(entry.seeking.as_ref()?.until));
+        let next = seeking.filter(|until| *until > now).min();
+        next.map_or(Duration::MAX, |until| until - now)
     }
 
     /// Returns `G`, computed from the service rate. Updates the gauges for `G` and
@@ -203,9 +208,20 @@ impl Admission {
         self.measure(line, look.now_ms);
         self.expire(line, look);
         self.serve_again(line, look);
-        self.want_again(line, wanted, look);
         let gate = gates.entry(model).or_default();
         gate.set_slack(look.slack);
+        self.serve_queue(line, (gate, pace), wanted, look);
+        self.want_again(line, wanted, look);
+    }
+
+    /// Dispatches the requests that have not had their turn, as far as they have room.
+    fn serve_queue(
+        &self,
+        line: &mut ModelQueue,
+        (gate, pace): (&mut Gate, &mut ServiceRate),
+        wanted: &mut WantedPlaces,
+        look: &QueueScan,
+    ) {
         loop {
             let (next, asked) = self.next(line, gate, look);
             match next {
@@ -283,17 +299,24 @@ impl Admission {
     fn serve_again(&self, line: &mut ModelQueue, look: &QueueScan) {
         let again = std::mem::take(&mut line.again);
         for ticket in again {
-            let Some(entry) = line.entries.get(&ticket) else {
+            let Some(mut entry) = line.entries.remove(&ticket) else {
                 continue;
             };
-            match self.ask((entry, line.entries.len()), look) {
-                Err(RoutingRejection::AtLimit) => line.again.push_back(ticket),
-                asked => {
-                    if let Some(entry) = line.entries.remove(&ticket) {
-                        let asked = asked.map_or_else(DecisionResult::Never, DecisionResult::Goes);
-                        self.settle(entry, asked, look.now);
-                    }
+            if let Some(seeking) = &mut entry.seeking {
+                // The request is no load to itself.
+                seeking.guard = None;
+            }
+            match self.ask((&entry, line.entries.len() + 1), look) {
+                Err(PlaceRejection::AtPeer(place)) => {
+                    line.seek((ticket, entry), place, &self.load, look.now);
                 }
+                Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {
+                    entry.seeking = entry.seeking.filter(|it| it.until <= look.now);
+                    line.again.push_back(ticket);
+                    line.entries.insert(ticket, entry);
+                }
+                Err(PlaceRejection::Refused(why)) => self.settle(entry, Err(why), look.now),
+                Ok(placed) => self.settle(entry, Ok(placed), look.now),
             }
         }
     }
@@ -303,7 +326,7 @@ impl Admission {
         &self,
         (entry, waiting): (&Waiter, usize),
         look: &QueueScan,
-    ) -> Result<(PlacedRequest, Option<DecisionTimes>), RoutingRejection> {
+    ) -> Result<Placed, PlaceRejection> {
         let began = entry.candidate.is_traced().then(Instant::now);
         let placed = self.place((entry, waiting), look)?;
         Ok((placed, DecisionTimes::since(began)))
@@ -313,20 +336,24 @@ impl Admission {
         &self,
         (entry, waiting): (&Waiter, usize),
         look: &QueueScan,
-    ) -> Result<PlacedRequest, RoutingRejection> {
+    ) -> Result<PlacedRequest, PlaceRejection> {
         if !look.is_static() {
-            let ask = entry.ask_among(waiting);
+            let ask = entry.ask_among(waiting, look.now);
             return self.shares.place(&self.decider, &ask, look.now);
         }
         let mut excluded = self.decider.busy_slots(look.now);
         excluded.extend(self.decider.divided_slots());
         excluded.extend(&entry.excluded);
-        let ask = entry.candidate.ask(&excluded);
+        let ask = RoutingRequest {
+            room: Room::Here,
+            ..entry.candidate.ask(&excluded)
+        };
         match self.shares.place(&self.decider, &ask, look.now) {
             // Some excluded backends will have room later.
-            Err(RoutingRejection::AllTried) => {
+            Err(PlaceRejection::Refused(RoutingRejection::AllTried)) => {
                 let alone = self.decider.decide(&entry.ask(), look.now);
-                Err(alone.err().unwrap_or(RoutingRejection::AtLimit))
+                let why = alone.err().unwrap_or(RoutingRejection::AtLimit);
+                Err(PlaceRejection::Refused(why))
             }
             decided => decided,
         }
@@ -338,7 +365,7 @@ impl Admission {
         line: &mut ModelQueue,
         gate: &mut Gate,
         look: &QueueScan,
-    ) -> (Next, Option<DecisionResult>) {
+    ) -> (Next, Option<Result<Placed, PlaceRejection>>) {
         let ModelQueue { queue, entries, .. } = line;
         let mut asked = None;
         let counters = self.counters(look.pricing);
@@ -346,14 +373,15 @@ impl Admission {
             let entry = entries.get(&waiting.ticket);
             let entry = entry.expect("who stands in the queue has an entry");
             match self.ask((entry, entries.len()), look) {
-                Ok(placed) => {
-                    asked = Some(DecisionResult::Goes(placed));
-                    DispatchVerdict::Go
+                Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {
+                    if entry.is_selective() {
+                        DispatchVerdict::Skip
+                    } else {
+                        DispatchVerdict::Stop
+                    }
                 }
-                Err(RoutingRejection::AtLimit) if entry.is_selective() => DispatchVerdict::Skip,
-                Err(RoutingRejection::AtLimit) => DispatchVerdict::Stop,
-                Err(why) => {
-                    asked = Some(DecisionResult::Never(why));
+                answered => {
+                    asked = Some(answered);
                     DispatchVerdict::Go
                 }
             }
@@ -383,17 +411,23 @@ impl Admission {
         &self,
         line: &mut ModelQueue,
         waiting: &QueuedRequest,
-        asked: Option<DecisionResult>,
+        asked: Option<Result<Placed, PlaceRejection>>,
         look: &QueueScan,
     ) {
         let asked = asked.expect("only who was asked about goes");
-        let backend = match &asked {
-            DecisionResult::Goes((placed, _)) if look.is_static() => Some(placed.decision.backend),
-            DecisionResult::Goes(_) | DecisionResult::Never(_) => None,
-        };
         let Some(entry) = line.entries.remove(&waiting.ticket) else {
             return;
         };
+        let asked = match asked {
+            Err(PlaceRejection::AtPeer(place)) => {
+                line.seek((waiting.ticket, entry), place, &self.load, look.now);
+                return;
+            }
+            Err(PlaceRejection::Refused(why)) => Err(why),
+            Ok(placed) => Ok(placed),
+        };
+        let batch = asked.as_ref().ok().filter(|_| look.is_static());
+        let backend = batch.map(|(placed, _)| placed.decision.backend);
         let tokens_per_block = entry.ask().identity.tail.tokens_per_block;
         self.settle(entry, asked, look.now);
         if let Some(backend) = backend {
@@ -427,26 +461,34 @@ impl Admission {
             let Some(entry) = line.entries.get(&waiting.ticket) else {
                 continue;
             };
-            let ask = entry.candidate.ask(&others);
+            let ask = RoutingRequest {
+                room: Room::Here,
+                ..entry.candidate.ask(&others)
+            };
             let began = entry.candidate.is_traced().then(Instant::now);
             if let Ok(placed) = self.shares.place(&self.decider, &ask, look.now) {
                 let placed = (placed, DecisionTimes::since(began));
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                    self.settle(entry, DecisionResult::Goes(placed), look.now);
+                    self.settle(entry, Ok(placed), look.now);
                 }
             }
         }
     }
 
-    pub(super) fn settle(&self, entry: Waiter, asked: DecisionResult, now: Instant) {
+    pub(super) fn settle(
+        &self,
+        entry: Waiter,
+        asked: Result<Placed, RoutingRejection>,
+        now: Instant,
+    ) {
         match asked {
             // The client has just left, so no engine receives the request.
-            DecisionResult::Goes(_) if entry.answer.is_closed() => {
+            Ok(_) if entry.answer.is_closed() => {
                 self.metrics.waiting.dec();
                 self.metrics.left(LeaveReason::ClientGone);
             }
-            DecisionResult::Goes(placed) => {
+            Ok(placed) => {
                 let admitted = self.dispatch(placed, &*entry.candidate, now);
                 self.metrics.waiting.dec();
                 let waited = now.saturating_duration_since(entry.since);
@@ -456,7 +498,7 @@ impl Admission {
                 // If the receiver is gone, the drop ends the attempt.
                 let _gone = entry.answer.send(Ok(admitted));
             }
-            DecisionResult::Never(why) => self.refuse(
+            Err(why) => self.refuse(
                 entry,
                 AdmissionRejection::NoBackend(why),
                 LeaveReason::NoBackend,

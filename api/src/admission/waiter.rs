@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use state::ids::{ModelKey, Slot, Ticket, UserKey};
+use state::ids::{BackendRef, ModelKey, Slot, Ticket, UserKey};
 use state::quotas::LimitRejection;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Admission;
 use crate::routing::{
-    Attempt, AttemptEnd, Decision, Dispatcher, RoutingRejection, RoutingRequest, UserName,
+    Attempt, AttemptEnd, Decision, Dispatcher, LoadTable, PeerPlace, Room, RoutingRejection,
+    RoutingRequest, SeekGuard, UserName,
 };
 
 /// A request as admission sees it, ready for a decision at any time.
@@ -140,7 +141,18 @@ pub(super) struct Waiter {
     pub(super) since: Instant,
     /// Makes the request count as waiting; `None` after its first turn.
     pub(super) wait: Option<UserWaitGuard>,
+    /// The place at a peer for which the request waits; `None` if it waits for any.
+    pub(super) seeking: Option<Seeking>,
     pub(super) answer: oneshot::Sender<Result<Admitted, AdmissionRejection>>,
+}
+
+/// A wait for a place that a peer holds.
+pub(super) struct Seeking {
+    pub(super) backend: BackendRef,
+    /// Time from which the request takes a place of this replica at any backend.
+    pub(super) until: Instant,
+    /// Counts the request at the backend; `None` while it is decided again.
+    pub(super) guard: Option<SeekGuard>,
 }
 
 impl Waiter {
@@ -148,12 +160,28 @@ impl Waiter {
         self.candidate.ask(&self.excluded)
     }
 
-    /// Returns the request as routing sees it, as one of `waiting` requests for its model.
-    pub(super) fn ask_among(&self, waiting: usize) -> RoutingRequest<'_> {
+    /// Returns the request as routing sees it at `now`, as one of `waiting` requests for its model.
+    pub(super) fn ask_among(&self, waiting: usize, now: Instant) -> RoutingRequest<'_> {
+        let is_patient = self.seeking.as_ref().is_none_or(|it| now < it.until);
         RoutingRequest {
             waiting_here: u32::try_from(waiting).unwrap_or(u32::MAX),
+            room: if is_patient {
+                Room::Cluster
+            } else {
+                Room::Here
+            },
             ..self.ask()
         }
+    }
+
+    /// Waits for the `place` of a peer from `now` on, or goes on with the wait for one.
+    pub(super) fn seek(&mut self, place: PeerPlace, load: &LoadTable, now: Instant) {
+        let until = self.seeking.as_ref().map(|it| it.until);
+        self.seeking = Some(Seeking {
+            backend: place.backend,
+            until: until.unwrap_or(now + place.patience),
+            guard: Some(load.seek(place.backend)),
+        });
     }
 
     pub(super) fn model(&self) -> Arc<str> {

@@ -5,6 +5,7 @@
 //! places from requests that may go elsewhere.
 
 use state::admission::{Gate, QueuedRequest};
+use state::ids::BackendRef;
 
 use super::Admission;
 use super::model_queue::ModelQueue;
@@ -27,16 +28,10 @@ impl Admission {
         wanted: &mut WantedPlaces,
         look: &QueueScan,
     ) {
-        let waited = look.now.saturating_duration_since(entry.since).as_millis();
-        let waited_ms = u32::try_from(waited).unwrap_or(u32::MAX);
         let backends = self
             .decider
-            .wanted_backends(&entry.ask_among(waiting), look.now);
-        for backend in backends {
-            let waiting = wanted.entry(backend).or_default();
-            waiting.requests = waiting.requests.saturating_add(requests);
-            waiting.waited_ms = waiting.waited_ms.max(waited_ms);
-        }
+            .wanted_backends(&entry.ask_among(waiting, look.now), look.now);
+        want_at(backends, (entry, requests), wanted, look);
     }
 
     /// Records the places for which requests that have had their turn wait.
@@ -46,8 +41,20 @@ impl Admission {
         wanted: &mut WantedPlaces,
         look: &QueueScan,
     ) {
-        let again = line.again.iter().take(SELECTIVE_MAX);
-        for entry in again.filter_map(|ticket| line.entries.get(ticket)) {
+        let again = line
+            .again
+            .iter()
+            .filter_map(|ticket| line.entries.get(ticket));
+        let is_patient = |entry: &&Waiter| {
+            let seeking = entry.seeking.as_ref();
+            seeking.is_some_and(|seeking| look.now < seeking.until)
+        };
+        let (seeking, others): (Vec<&Waiter>, Vec<&Waiter>) = again.partition(is_patient);
+        for entry in seeking {
+            let backends = entry.seeking.iter().map(|it| it.backend);
+            want_at(backends, (entry, 1), wanted, look);
+        }
+        for entry in others.into_iter().take(SELECTIVE_MAX) {
             self.want((entry, line.entries.len()), 1, wanted, look);
         }
     }
@@ -73,5 +80,21 @@ impl Admission {
         for entry in selective.into_iter().take(SELECTIVE_MAX) {
             self.want((entry, line.entries.len()), 1, wanted, look);
         }
+    }
+}
+
+/// Records that `requests` requests like `entry` wait for places at `backends`.
+fn want_at(
+    backends: impl IntoIterator<Item = BackendRef>,
+    (entry, requests): (&Waiter, u32),
+    wanted: &mut WantedPlaces,
+    look: &QueueScan,
+) {
+    let waited = look.now.saturating_duration_since(entry.since).as_millis();
+    let waited_ms = u32::try_from(waited).unwrap_or(u32::MAX);
+    for backend in backends {
+        let waiting = wanted.entry(backend).or_default();
+        waiting.requests = waiting.requests.saturating_add(requests);
+        waiting.waited_ms = waiting.waited_ms.max(waited_ms);
     }
 }

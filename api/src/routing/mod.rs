@@ -73,6 +73,7 @@ pub use dispatch::prefill::PrefillAttempt;
 pub use dispatch::priced_total::LargestRequest;
 pub use load::{
     EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable, ReservedPlace,
+    SeekGuard,
 };
 pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
@@ -80,7 +81,8 @@ pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
 pub use shares::{
-    PlacedRequest, ShareStatus, Shares, WaitingForPlace, WantedPlaces, wire as share_reports,
+    PeerPlace, PlaceRejection, PlacedRequest, ShareStatus, Shares, WaitingForPlace, WantedPlaces,
+    wire as share_reports,
 };
 pub use verdict::FilterVerdict;
 
@@ -146,6 +148,19 @@ pub struct RoutingRequest<'a> {
     pub endpoints: Option<&'a OfferedEndpoints>,
     /// Whether prefill and decode can run on two backends, and with which handover.
     pub stages: RequestStages,
+    /// Whose free places count as room.
+    pub room: Room,
+}
+
+/// Whose free places count as room at a backend with a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Room {
+    /// Those of all replicas: a backend has room while fewer requests run there than its limit.
+    /// Every replica then decides equally; a place that a peer holds is requested from it.
+    #[default]
+    Cluster,
+    /// Those of this replica.
+    Here,
 }
 
 /// A routing decision, with what the response headers report of it.

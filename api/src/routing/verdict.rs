@@ -35,7 +35,8 @@ pub enum FilterVerdict {
     TooSmall,
     /// Other candidates have a short queue and the adapter in memory, or room for it.
     NotResident,
-    /// It has reached its limit of concurrent requests, or this replica has no free place there.
+    /// It has reached its limit of concurrent requests. After a wait for a place that a peer holds:
+    /// or this replica has no free place there.
     AtLimit,
 }
 

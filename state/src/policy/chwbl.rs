@@ -13,7 +13,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Policy, PolicyInputs, Rank, Ranks, load_bound, mix};
+use super::rank::{Affinity, Policy, PolicyInputs, Rank, Ranks, load_bound, mix};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 use crate::reject::Rejection;
@@ -65,6 +65,7 @@ impl Policy for ChwblSettings {
     fn needs(&self) -> PolicyInputs<'_> {
         PolicyInputs {
             prefix_blocks: Some(self.prefix_blocks),
+            affinity: Affinity::Pinned,
             ..PolicyInputs::default()
         }
     }

@@ -50,7 +50,7 @@ pub use pair::{
 };
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
-pub use rank::{MatchBy, PolicyInputs, SessionNames, Touch};
+pub use rank::{Affinity, MatchBy, PolicyInputs, SessionNames, Touch};
 pub use session::SessionSettings;
 pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};

@@ -3,7 +3,7 @@
 //! Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 2001.
 //! The draw is derived from the request's jitter, so a repeated decision draws the same two.
 
-use super::rank::{Policy, Rank, Ranks, draw, requests};
+use super::rank::{Policy, PolicyInputs, Rank, Ranks, draw, requests};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
@@ -11,6 +11,10 @@ use crate::ids::Slot;
 pub(super) struct PowerOfTwo;
 
 impl Policy for PowerOfTwo {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs::by_load()
+    }
+
     fn ranks<'a>(
         &'a self,
         request: &'a PolicyRequest,

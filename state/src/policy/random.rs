@@ -1,12 +1,16 @@
 //! `random`: a candidate drawn by the request's jitter. A baseline.
 
-use super::rank::{ByScore, Policy, Ranks, Tolerance};
+use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance};
 use super::{Candidate, PolicyRequest, Reason};
 
 /// The `random` policy, which has no settings.
 pub(super) struct Random;
 
 impl Policy for Random {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs::by_load()
+    }
+
     fn ranks<'a>(&'a self, _: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
         ByScore {
             score: |_: &Candidate| 0,

@@ -47,10 +47,60 @@ pub struct PolicyInputs<'a> {
     pub user_tokens: bool,
     /// Whether the policy uses [`Candidate::prices`].
     pub learnt: bool,
+    /// What the policy loses if a request takes another backend than the chosen one.
+    pub affinity: Affinity,
     /// Method of finding the leading blocks that backends hold.
     pub match_by: MatchBy,
     /// Condition under which a request refreshes the age of the cached blocks that it finds.
     pub touch: Touch,
+}
+
+impl PolicyInputs<'_> {
+    /// Returns the inputs of a policy that looks at load only.
+    pub(super) fn by_load() -> Self {
+        Self {
+            affinity: Affinity::None,
+            ..Self::default()
+        }
+    }
+}
+
+/// What a policy loses if a request takes another backend than the chosen one. This determines how
+/// long the request waits for a place at the chosen backend that a peer replica holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Affinity {
+    /// The prefix that the chosen backend holds and the other one lacks.
+    #[default]
+    Prefix,
+    /// The assignment of a session or prefix to one backend.
+    Pinned,
+    /// Nothing: the policy looks at load only.
+    None,
+}
+
+/// Longest time that a request waits for a place that a peer holds, in microseconds. A peer that
+/// hears the demand hands over a free place within a few milliseconds.
+const PATIENCE_US_MAX: u64 = 50_000;
+/// Shortest such wait if the other backend lacks any block, in microseconds. Below it, the place
+/// would rarely arrive in time.
+const PATIENCE_US_MIN: u64 = 10_000;
+
+impl Affinity {
+    /// Returns how long a request waits for a place at the chosen backend before it takes another
+    /// one, in microseconds: at most as long as the other backend computes the `missing_tokens`
+    /// that only the chosen one holds, at `prefill_ns_per_token`.
+    #[must_use]
+    pub fn patience_us(self, missing_tokens: u64, prefill_ns_per_token: u32) -> u64 {
+        match self {
+            Self::None => 0,
+            Self::Pinned => PATIENCE_US_MAX,
+            Self::Prefix if missing_tokens == 0 => 0,
+            Self::Prefix => {
+                let price_us = missing_tokens.saturating_mul(prefill_ns_per_token.into()) / 1000;
+                price_us.clamp(PATIENCE_US_MIN, PATIENCE_US_MAX)
+            }
+        }
+    }
 }
 
 /// Method of finding the leading blocks that a backend holds. All methods give the same result.

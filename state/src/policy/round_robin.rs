@@ -14,7 +14,7 @@ impl Policy for RoundRobin {
     fn needs(&self) -> PolicyInputs<'_> {
         PolicyInputs {
             turn: true,
-            ..PolicyInputs::default()
+            ..PolicyInputs::by_load()
         }
     }
 

@@ -6,7 +6,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Policy, PolicyInputs, Rank, Ranks, SessionNames, draw, requests};
+use super::rank::{Affinity, Policy, PolicyInputs, Rank, Ranks, SessionNames, draw, requests};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
@@ -50,6 +50,7 @@ impl Policy for SessionSettings {
                 header: &self.header,
                 cookie: self.cookie.as_deref(),
             }),
+            affinity: Affinity::Pinned,
             ..PolicyInputs::default()
         }
     }

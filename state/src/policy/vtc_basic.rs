@@ -142,7 +142,7 @@ impl Policy for VtcBasicSettings {
     fn needs(&self) -> PolicyInputs<'_> {
         PolicyInputs {
             user_tokens: true,
-            ..PolicyInputs::default()
+            ..PolicyInputs::by_load()
         }
     }
 

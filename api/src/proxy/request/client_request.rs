@@ -30,7 +30,7 @@ use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::proxy::settings::reserved_fields::without_salt;
 use crate::routing::{
-    Decider, RequestStages, Router, RoutingPreferences, RoutingRequest, UserName,
+    Decider, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
 };
 use crate::traces::TracedQuestion;
 use crate::users::isolation::{CacheIsolation, SaltedPath, salt};
@@ -117,6 +117,7 @@ impl ClientRequest {
             waiting_here: 0,
             endpoints: None,
             stages: self.stages,
+            room: Room::Cluster,
         }
     }
 }

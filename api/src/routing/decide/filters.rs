@@ -20,7 +20,7 @@ use crate::engines::backends::{Doubt, HealthFlags};
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 use crate::routing::verdict::FilterVerdict;
-use crate::routing::{RoutingRejection, RoutingRequest};
+use crate::routing::{Room, RoutingRejection, RoutingRequest};
 use crate::users::isolation::CacheIsolation;
 
 /// Factor by which the estimated size of a prompt may exceed a cache's capacity.
@@ -494,17 +494,19 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         });
     }
 
-    /// Excludes backends that run as many requests as their limit, over all known replicas, or at
-    /// which this replica has no free place.
+    /// Excludes backends that run as many requests as their limit, over all known replicas. With
+    /// [`Room::Here`], also excludes those at which this replica has no free place.
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
-        let decider = self.decider;
+        let (decider, room) = (self.decider, self.ask.room);
         let service = decider.view.service();
         if service.is_unlimited() {
             return Ok(());
         }
         decider.load.with_gauges(|gauges| {
             let has_place = |backend: &Backend, limit| {
-                gauges.may_have_place(backend.handle, limit) || planted::is(Bug::ShareIgnored)
+                room == Room::Cluster
+                    || gauges.may_have_place(backend.handle, limit)
+                    || planted::is(Bug::ShareIgnored)
             };
             self.retain(FilterVerdict::AtLimit, |candidate, backend| {
                 let limit = service.limit(candidate.slot);

@@ -24,9 +24,12 @@ pub(super) mod session;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use state::ids::{BackendRef, BlockHash, LogIndex};
-use state::policy::{Choice, MatchBy, PolicyConfig, PolicyInputs, PolicyRequest, UserTokens};
+use state::policy::{
+    Choice, CostSettings, MatchBy, PolicyConfig, PolicyInputs, PolicyRequest, UserTokens,
+};
 use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
@@ -258,6 +261,28 @@ impl Decider {
             verdicts.resize(fleet.registry.backends.len(), FilterVerdict::OtherModel);
         }
         verdicts
+    }
+
+    /// Returns how long `ask` should wait for a place at the backend that was `chosen` before it
+    /// takes the `other` one. Without an `other` one, this is the longest wait of the policy.
+    pub(in crate::routing) fn patience(
+        &self,
+        ask: &RoutingRequest<'_>,
+        chosen: &Decision,
+        other: Option<&Decision>,
+    ) -> Duration {
+        let fleet = self.fleet.table();
+        let affinity = policy_of(&fleet, ask).0.needs().affinity;
+        let matched = other.map_or(0, |other| other.matched);
+        let missing = u64::from(chosen.matched.saturating_sub(matched));
+        let tokens = missing * u64::from(ask.identity.tail.tokens_per_block);
+        let service = self.view.service();
+        let learnt = service
+            .get(chosen.backend.slot)
+            .and_then(|it| it.learnt?.prices());
+        let price = learnt.map(|prices| prices.prefill_ns_per_token);
+        let price = price.unwrap_or(CostSettings::default().prefill_ns_per_token);
+        Duration::from_micros(affinity.patience_us(tokens, price))
     }
 
     /// Returns the id of a backend that is registered or was until recently.

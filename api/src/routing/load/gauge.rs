@@ -27,6 +27,8 @@ pub(super) struct BackendLoad {
     /// Nonzero if the next place that becomes free is handed to a peer.
     hand_over_next_free: AtomicU32,
     started: AtomicU64,
+    /// Number of requests here that wait for a place that a peer holds.
+    sought: AtomicU32,
     waiting: AtomicU32,
     pending_prefill_tokens: AtomicU64,
     less: Arc<LoadDropSignal>,
@@ -85,6 +87,7 @@ impl BackendLoad {
             limit: AtomicU32::new(UNDIVIDED),
             hand_over_next_free: AtomicU32::new(0),
             started: AtomicU64::new(0),
+            sought: AtomicU32::new(0),
             waiting: AtomicU32::new(0),
             pending_prefill_tokens: AtomicU64::new(0),
         }
@@ -95,6 +98,17 @@ impl BackendLoad {
             running: halves(self.places.load(Relaxed)).0,
             waiting: self.waiting.load(Relaxed),
             pending_prefill_tokens: self.pending_prefill_tokens.load(Relaxed),
+        }
+    }
+
+    /// Returns [`BackendLoad::load`] as it is once the sought places have arrived, so that no more
+    /// requests seek a place than are free.
+    pub(super) fn expected(&self) -> Load {
+        let (load, sought) = (self.load(), self.sought.load(Relaxed));
+        Load {
+            running: load.running.saturating_add(sought),
+            waiting: load.waiting.saturating_add(sought),
+            ..load
         }
     }
 
@@ -225,6 +239,23 @@ impl Drop for ReservedPlace {
         if let Some(gauge) = self.gauge.take() {
             gauge.put_back();
         }
+    }
+}
+
+/// A request that waits for a place that a peer holds, counted from creation to drop.
+#[derive(Debug)]
+pub struct SeekGuard(Arc<BackendLoad>);
+
+impl SeekGuard {
+    pub(super) fn of(gauge: Arc<BackendLoad>) -> Self {
+        gauge.sought.fetch_add(1, Relaxed);
+        Self(gauge)
+    }
+}
+
+impl Drop for SeekGuard {
+    fn drop(&mut self) {
+        self.0.sought.fetch_sub(1, Relaxed);
     }
 }
 

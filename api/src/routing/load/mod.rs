@@ -23,7 +23,7 @@ mod gauge;
 
 pub(crate) use gauge::ReserveRejection;
 use gauge::{BackendLoad, LoadDropSignal};
-pub use gauge::{LoadGuard, ReservedPlace};
+pub use gauge::{LoadGuard, ReservedPlace, SeekGuard};
 
 /// Time after its arrival for which a peer's report counts.
 pub const EXPIRY: Duration = Duration::from_millis(500);
@@ -133,6 +133,12 @@ impl LoadTable {
     /// Takes a place at `backend`, even beyond its limit.
     pub fn take(&self, backend: BackendRef) -> ReservedPlace {
         ReservedPlace::beyond(self.gauge(backend))
+    }
+
+    /// Counts a request that waits for a place at `backend` that a peer holds.
+    #[must_use]
+    pub fn seek(&self, backend: BackendRef) -> SeekGuard {
+        SeekGuard::of(self.gauge(backend))
     }
 
     /// Takes one of this replica's places at `backend` under `limit`; `None` means no limit.
@@ -286,7 +292,8 @@ impl LoadTable {
         load
     }
 
-    /// Calls `add(i, load)` with the load from this replica and from each peer at the `i`th of
+    /// Calls `add(i, load)` with the load from this replica, including requests that wait for a place
+    /// that a peer holds, and from each peer at the `i`th of
     /// `count` backends. `backend` must return the backends in ascending slot order.
     pub fn add_each(
         &self,
@@ -298,7 +305,7 @@ impl LoadTable {
         self.with_gauges(|gauges| {
             for i in 0..count {
                 if let Some(gauge) = gauges.of(backend(i)) {
-                    add(i, gauge.load());
+                    add(i, gauge.expected());
                 }
             }
         });

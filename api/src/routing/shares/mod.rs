@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use state::StateView;
 use state::admission::Batching;
@@ -19,7 +20,9 @@ use tokio::time::Instant;
 
 use super::load::{LoadTable, ReserveRejection, ReservedPlace};
 use super::metrics::ShareMetrics;
-use super::{Decider, Decision, LoadReportError, RoutingMetrics, RoutingRejection, RoutingRequest};
+use super::{
+    Decider, Decision, LoadReportError, Room, RoutingMetrics, RoutingRejection, RoutingRequest,
+};
 use crate::planted::{self, Bug};
 
 pub mod wire;
@@ -45,6 +48,25 @@ pub struct PlacedRequest {
     pub place: ReservedPlace,
     /// Place at the prefill backend, if the decision names one.
     pub prefill: Option<ReservedPlace>,
+}
+
+/// Reason why a request has no place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlaceRejection {
+    /// No backend can take the request. It is [`RoutingRejection::AtLimit`] if other requests took
+    /// the places in the meantime.
+    Refused(RoutingRejection),
+    /// The chosen backend has room, and the place is a peer's.
+    AtPeer(PeerPlace),
+}
+
+/// A place that a peer holds, at the backend that a request should take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerPlace {
+    /// Backend with the place.
+    pub backend: BackendRef,
+    /// Time after which the request should take a place of this replica elsewhere.
+    pub patience: Duration,
 }
 
 /// Maximum number of decisions per request before it is rejected because places were taken.
@@ -100,38 +122,90 @@ impl Shares {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Chooses the backends for the request `ask` and reserves a place at each.
+    /// Chooses the backends for the request `ask` and reserves a place at each. The backend is chosen
+    /// by the load of the whole cluster, unless `ask` counts this replica's places only. If this
+    /// replica has no free place there, takes another one only if the policy loses nothing by it.
     ///
     /// # Errors
-    /// Returns a [`RoutingRejection`] if no backend can take the request. It is
-    /// [`RoutingRejection::AtLimit`] if other requests took the places in the meantime.
+    /// Returns a [`PlaceRejection`] if no backend can take the request or the place is a peer's.
     pub fn place(
+        &self,
+        decider: &Decider,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+    ) -> Result<PlacedRequest, PlaceRejection> {
+        let refused = PlaceRejection::Refused;
+        if ask.room == Room::Here {
+            return self.place_here(decider, ask, now).map_err(refused);
+        }
+        let chosen = decider.decide(ask, now).map_err(refused)?;
+        let (chosen, backend) = match self.reserve_both(chosen, true) {
+            Ok(placed) => return Ok(placed),
+            Err(without_place) => without_place,
+        };
+        let ask = RoutingRequest {
+            room: Room::Here,
+            ..*ask
+        };
+        let here = match self.place_here(decider, &ask, now) {
+            Ok(placed) => Some(placed),
+            Err(RoutingRejection::AtLimit) => None,
+            Err(why) => return Err(refused(why)),
+        };
+        let other = here.as_ref().map(|placed| &placed.decision);
+        let patience = decider.patience(&ask, &chosen, other);
+        match here {
+            Some(placed) if patience.is_zero() => Ok(placed),
+            _ => Err(PlaceRejection::AtPeer(PeerPlace { backend, patience })),
+        }
+    }
+
+    /// Chooses among the backends at which this replica has a free place, and reserves it.
+    fn place_here(
         &self,
         decider: &Decider,
         ask: &RoutingRequest<'_>,
         now: Instant,
     ) -> Result<PlacedRequest, RoutingRejection> {
         for further in (0..PLACE_TRIES).rev() {
-            let mut decision = decider.decide(ask, now)?;
-            let Some(place) = self.reserve(decision.backend) else {
-                continue;
-            };
-            let chosen = decision.prefill.as_ref();
-            let is_needed = chosen.is_some_and(|prefill| prefill.handover == Handover::Room);
-            let prefill = chosen.and_then(|prefill| self.reserve(prefill.backend));
-            if prefill.is_none() && is_needed {
-                continue;
+            let decision = decider.decide(ask, now)?;
+            if let Ok(placed) = self.reserve_both(decision, further > 0) {
+                return Ok(placed);
             }
-            if prefill.is_none() && decision.prefill.take().is_some() && further > 0 {
-                continue;
-            }
-            return Ok(PlacedRequest {
-                decision,
-                place,
-                prefill,
-            });
         }
         Err(RoutingRejection::AtLimit)
+    }
+
+    /// Reserves a place at the backend of `decision` and at its prefill backend. If there is none at
+    /// the latter, the request goes without it, unless it needs it or `needs_all` places.
+    ///
+    /// # Errors
+    /// Returns the decision and the backend at which this replica has no free place.
+    fn reserve_both(
+        &self,
+        mut decision: Decision,
+        needs_all: bool,
+    ) -> Result<PlacedRequest, (Decision, BackendRef)> {
+        let Some(place) = self.reserve(decision.backend) else {
+            let backend = decision.backend;
+            return Err((decision, backend));
+        };
+        let mut prefill = None;
+        if let Some(chosen) = &decision.prefill {
+            let backend = chosen.backend;
+            prefill = self.reserve(backend);
+            if prefill.is_none() {
+                if needs_all || chosen.handover == Handover::Room {
+                    return Err((decision, backend));
+                }
+                decision.prefill = None;
+            }
+        }
+        Ok(PlacedRequest {
+            decision,
+            place,
+            prefill,
+        })
     }
 
     /// Reserves one of this replica's places at `backend`; `None` if all are taken.

@@ -28,8 +28,8 @@ use tokio_util::sync::CancellationToken;
 use super::fixture::{HEALTHY, Log, Port, router, router_selecting};
 use super::{
     Attempt, AttemptEnd, Decision, DispatchTerms, Explanation, FilterVerdict, Load, OutboxSettings,
-    OutboxStatus, PreferenceRejection, RequestStages, Router, RoutingPreferences, RoutingRejection,
-    RoutingRequest, Usage, UserName,
+    OutboxStatus, PlaceRejection, PreferenceRejection, RequestStages, Router, RoutingPreferences,
+    RoutingRejection, RoutingRequest, Usage, UserName,
 };
 use crate::engines::backends::Health;
 use crate::prompt::{ParsedBody, PromptIdentity, parse};
@@ -130,6 +130,9 @@ impl Bench {
     }
 }
 
+/// Rejection of a request while every backend is at its limit.
+const AT_LIMIT: PlaceRejection = PlaceRejection::Refused(RoutingRejection::AtLimit);
+
 fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest<'a> {
     RoutingRequest {
         model: "m",
@@ -143,6 +146,7 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         waiting_here: 0,
         endpoints: None,
         stages: RequestStages::Disaggregatable,
+        room: Default::default(),
     }
 }
 

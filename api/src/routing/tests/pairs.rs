@@ -227,7 +227,7 @@ fn a_prompt_does_not_wait_for_a_full_prefill_backend() {
     let place = || shares.place(decider, &asked, Instant::now());
     let placed: Vec<_> = (0..4).map(|_| place().unwrap()).collect();
     assert!(placed.iter().all(|it| it.prefill.is_some()));
-    assert_eq!(place().unwrap_err(), RoutingRejection::AtLimit);
+    assert_eq!(place().unwrap_err(), AT_LIMIT);
     let registry = bench.router.view().registry();
     for backend in &registry.backends {
         assert_eq!(bench.router.load().here(backend.handle).running, 2);

@@ -131,7 +131,7 @@ fn a_request_waits_for_places_at_both_backends() {
         .collect();
     assert!(placed.iter().all(|it| it.prefill.is_some()));
     let refused = shares.place(decider, &asked, now).unwrap_err();
-    assert_eq!(refused, RoutingRejection::AtLimit);
+    assert_eq!(refused, AT_LIMIT);
     let wanted = decider.wanted_backends(&asked, now);
     let mut wanted: Vec<u16> = wanted.iter().map(|backend| backend.slot.0).collect();
     wanted.sort_unstable();

@@ -8,7 +8,7 @@ use state::admission::{AdmissionSettings, Batching, Concurrency};
 
 use super::*;
 use crate::routing::fixture::router_of;
-use crate::routing::{LoadGuard, PlacedRequest, WaitingForPlace, WantedPlaces};
+use crate::routing::{LoadGuard, PlaceRejection, PlacedRequest, WaitingForPlace, WantedPlaces};
 
 /// Limit of every backend.
 const LIMIT: u32 = 6;
@@ -79,7 +79,7 @@ impl Cluster {
         }
     }
 
-    fn place(&self, at: usize) -> Result<PlacedRequest, RoutingRejection> {
+    fn place(&self, at: usize) -> Result<PlacedRequest, PlaceRejection> {
         let identity = bench_identity();
         let router = &self.replicas[at].router;
         router
@@ -125,7 +125,7 @@ fn simultaneous_dispatches_do_not_exceed_the_limit() {
     let started: usize = (0..3).map(|at| cluster.start(at, 8)).sum();
     assert_eq!(started, 6);
     cluster.exchange();
-    assert_eq!(cluster.place(0).unwrap_err(), RoutingRejection::AtLimit);
+    assert_eq!(cluster.place(0).unwrap_err(), AT_LIMIT);
     // Places that become free at all replicas at once are not filled twice.
     for at in 0..3 {
         cluster.replicas[at].running.clear();

@@ -52,6 +52,7 @@ impl AdmissionRequest for ChatRequest {
             waiting_here: 0,
             endpoints: None,
             stages: RequestStages::Monolithic,
+            room: Default::default(),
         }
     }
 

@@ -170,6 +170,7 @@ impl SimRequest<'_> {
             waiting_here: 0,
             endpoints: None,
             stages: RequestStages::Disaggregatable,
+            room: Default::default(),
         }
     }
 }

@@ -86,6 +86,7 @@ impl AdmissionRequest for Chat {
             waiting_here: 0,
             endpoints: None,
             stages: RequestStages::Monolithic,
+            room: Default::default(),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Simulates three replicas with one backend. Each is a whole router with its admission and outbox.
+//! Simulates three replicas with one backend or two. Each is a whole router with its admission and outbox.
 //! The log and the network between them are simulated by delays.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,8 +19,10 @@ use crate::prompt::PromptIdentity;
 use crate::routing::fixture::{Log, Port, router_in};
 use crate::routing::{AttemptEnd, LoadReporter, Router, RoutingRequest, UserName, share_reports};
 
-/// Limit of the only backend.
+/// Limit of the only backend in most tests.
 pub(super) const LIMIT: u32 = 6;
+/// Repetitions of two words in the prompt, which is a few hundred tokens long.
+const PROMPT_WORDS: usize = 200;
 /// Number of replicas, with ids from 1.
 const REPLICAS: u8 = 3;
 /// Time until a message between replicas arrives.
@@ -46,6 +48,8 @@ pub(super) struct Filled {
 /// The log of all replicas, which applies each command to all states at once.
 #[derive(Default)]
 struct SharedLog {
+    /// Number of backends.
+    backends: usize,
     entries: Vec<Entry>,
     logs: BTreeMap<ReplicaId, Arc<Mutex<Log>>>,
 }
@@ -67,7 +71,7 @@ impl SharedLog {
 
     /// Adds a replica's state, to which the whole log is applied.
     fn read_by(&mut self, replica: ReplicaId, settings: &AdmissionSettings) -> Port {
-        let mut log = Log::new(&[None]);
+        let mut log = Log::new(&vec![None; self.backends]);
         log.admin(Command::PutAdmission(settings.clone()));
         for entry in &self.entries {
             apply(&mut log, entry);
@@ -138,13 +142,26 @@ impl Drop for SaturatedCluster {
 impl SaturatedCluster {
     /// Starts replicas that have heard each other.
     pub(super) async fn start(settings: AdmissionSettings, has_shares: bool) -> Self {
+        Self::start_with(1, settings, has_shares).await
+    }
+
+    /// Starts replicas with `backends` backends that have heard each other.
+    pub(super) async fn start_with(
+        backends: usize,
+        settings: AdmissionSettings,
+        has_shares: bool,
+    ) -> Self {
+        let log = SharedLog {
+            backends,
+            ..SharedLog::default()
+        };
         let cluster = Self(Arc::new(World {
             settings,
             has_shares,
-            log: Mutex::default(),
+            log: Mutex::new(log),
             seats: Mutex::default(),
             cut_off: Mutex::default(),
-            identity: Bench::new(1).identify("a prompt"),
+            identity: Bench::new(1).identify(&"a prompt ".repeat(PROMPT_WORDS)),
             starts: Mutex::default(),
         }));
         (1..=REPLICAS).for_each(|id| cluster.start_again(id));
@@ -212,6 +229,31 @@ impl SaturatedCluster {
             let name = format!("user-{id}-{number}");
             spawn_until(&seat.end, client(Arc::clone(&self.0), seat.clone(), name));
         }
+    }
+
+    /// Sends `requests` equal requests at once through a replica and waits until they have ended.
+    /// Returns the slot of the backend and the wait of each.
+    pub(super) async fn burst(&self, id: u8, requests: usize) -> Vec<(Slot, Duration)> {
+        let seat = self.0.seats.lock().unwrap()[&ReplicaId(id)].clone();
+        let sent = (0..requests).map(|number| {
+            let (seat, world) = (seat.clone(), Arc::clone(&self.0));
+            tokio::spawn(async move {
+                let came = Instant::now();
+                let request = world.request(&format!("user-{id}"), number as u64);
+                let admitted = seat.admission.admit(&request, &[]).await.unwrap();
+                let waited = came.elapsed();
+                let (decision, attempt) = admitted.into_parts();
+                sleep(RUNS).await;
+                attempt.end(AttemptEnd::Finished, Instant::now());
+                (decision.backend.slot, waited)
+            })
+        });
+        let sent: Vec<_> = sent.collect();
+        let mut ended = Vec::new();
+        for request in sent {
+            ended.push(request.await.unwrap());
+        }
+        ended
     }
 
     /// Drops all messages from and to a replica. Its access to the log remains.
@@ -308,6 +350,14 @@ async fn tell(world: Arc<World>, own: Seat) {
 }
 
 impl World {
+    fn request(&self, user: &str, number: u64) -> Arc<Request> {
+        Arc::new(Request {
+            identity: self.identity.clone(),
+            id: format!("{user}-{number}"),
+            user: UserName::bounded(user.to_owned()),
+        })
+    }
+
     fn deliver(&self, from: ReplicaId, (shares, load, backlog): (&[u8], &[u8], &[u8])) {
         let cut_off = self.cut_off.lock().unwrap().clone();
         let seats = self.seats.lock().unwrap().clone();
@@ -356,11 +406,7 @@ impl AdmissionRequest for Request {
 
 async fn client(world: Arc<World>, seat: Seat, name: String) {
     for turn in 0_u64.. {
-        let request = Arc::new(Request {
-            identity: world.identity.clone(),
-            id: format!("{name}-{turn}"),
-            user: UserName::bounded(name.clone()),
-        });
+        let request = world.request(&name, turn);
         let Ok(admitted) = seat.admission.admit(&request, &[]).await else {
             sleep(RUNS).await;
             continue;

@@ -3,6 +3,8 @@
 
 mod cluster;
 
+use std::time::Duration;
+
 use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::command::Command;
 
@@ -81,6 +83,42 @@ async fn a_limit_is_never_exceeded_and_nearly_always_used() {
     ] {
         case.is_held_and_full(FULL_PERCENT).await;
     }
+}
+
+/// Longest wait for a place that a peer holds, with reports that take a millisecond.
+const PEER_PLACE_WAIT: Duration = Duration::from_millis(10);
+
+#[tokio::test(start_paused = true)]
+async fn requests_follow_their_prefix_through_any_replica_at_any_limit() {
+    for limit in [1_u32, 2, 3, 6, 24] {
+        for together in [1, limit.div_ceil(2), limit] {
+            let settings = VTC.limited(limit);
+            let cluster = SaturatedCluster::start_with(2, settings, true).await;
+            let holder = cluster.burst(1, 1).await[0].0;
+            for turn in 0..12 {
+                // The last request's blocks are known to all by then.
+                cluster.watch(50).await;
+                let requests = usize::try_from(together).unwrap();
+                for (slot, waited) in cluster.burst(1 + turn % 3, requests).await {
+                    let case = format!("limit {limit}, {together} at once, turn {turn}");
+                    assert_eq!(slot, holder, "{case}");
+                    assert!(waited <= PEER_PLACE_WAIT, "{case}: {waited:?}");
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_place_that_no_peer_hands_over_is_not_awaited_for_long() {
+    let cluster = SaturatedCluster::start_with(2, VTC.limited(1), true).await;
+    let holder = cluster.burst(1, 1).await[0].0;
+    cluster.watch(50).await;
+    // The place stays with the replica that used it last, which hears of no demand.
+    cluster.cut_off(1);
+    let (slot, waited) = cluster.burst(2, 1).await[0];
+    assert_ne!(slot, holder);
+    assert!(waited <= Duration::from_millis(60), "{waited:?}");
 }
 
 #[tokio::test(start_paused = true)]
