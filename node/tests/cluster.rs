@@ -63,7 +63,7 @@ use node::app::{Addresses, App, BoundSockets, ShutdownHandle};
 use node::config::{Config, ListenConfig, Origin, load};
 use node::json_client::JsonClient;
 use serde_json::{Value, json};
-use state::command::{Command, UserSpec};
+use state::command::{Command, UserSettings};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -358,8 +358,7 @@ async fn a_replica_without_state_recovers_it_from_the_others() {
     // Replicas compare their states once per `BOUNDARY_ENTRIES` entries.
     let writer = (&mut replicas[0].started).await.unwrap().cluster;
     for weight_milli in 1..=2 * u32::try_from(api::cluster::divergence::BOUNDARY_ENTRIES).unwrap() {
-        let name = "bo".to_owned();
-        let put = Command::PutUser(UserSpec { name, weight_milli });
+        let put = Command::configure_user("bo", UserSettings::of_weight(weight_milli));
         writer.submit(put).await.unwrap();
     }
     let is_mended = async || {

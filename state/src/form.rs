@@ -15,7 +15,9 @@ use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::bounds::{BATCH_MAX, WINDOW_MS_MAX};
+use crate::caches::CacheScope;
 use crate::concurrency::Concurrency;
+use crate::validate::is_name;
 
 /// Smallest and largest valid integer; `None`: no upper bound.
 pub type Bounds = (u64, Option<u64>);
@@ -341,6 +343,13 @@ forms! {
         read: concurrency,
         show: show_concurrency,
     }
+    /// Users with whom a user shares cached blocks.
+    Sharing: CacheScope = "cache-scope" {
+        pattern: "^(shared|isolated|group:.+)$",
+        expected: "\"shared\", \"isolated\" or \"group:NAME\"",
+        read: cache_scope,
+        show: show_cache_scope,
+    }
 }
 
 /// One or more pairs of a number and a unit.
@@ -395,6 +404,25 @@ fn show_concurrency(concurrency: &Concurrency) -> String {
     }
 }
 
+fn cache_scope(text: &str) -> Option<CacheScope> {
+    match text {
+        "shared" => Some(CacheScope::Shared),
+        "isolated" => Some(CacheScope::Own),
+        group => {
+            let name = group.strip_prefix("group:")?;
+            is_name(name).then(|| CacheScope::Group(name.to_owned()))
+        }
+    }
+}
+
+fn show_cache_scope(scope: &CacheScope) -> String {
+    match scope {
+        CacheScope::Shared => "shared".to_owned(),
+        CacheScope::Own => "isolated".to_owned(),
+        CacheScope::Group(name) => format!("group:{name}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fmt::Debug;
@@ -433,5 +461,15 @@ mod tests {
         reads_the_same::<MicrosOrZero>("25ms 500us");
         reads_the_same::<Slots>("adaptive");
         reads_the_same::<Slots>("8");
+        reads_the_same::<Sharing>("shared");
+        reads_the_same::<Sharing>("isolated");
+        reads_the_same::<Sharing>("group:a:b c");
+    }
+
+    #[test]
+    fn a_cache_group_has_a_name() {
+        for wrong in ["", "group", "group:", "own", "shared:a"] {
+            assert_eq!(Sharing::read(wrong), None, "{wrong}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Settings that operators write and several areas read: admission and user limits.
+//! Settings that operators write and several areas read: of admission, and the limits of a user.
 //!
 //! The settings are replicated. A command replaces them, and they apply from its log index on.
 //! Settings that only one area reads, such as those of a policy, are defined in that area.
@@ -52,9 +52,6 @@ pub struct AdmissionSettings {
     /// memory alone.
     #[serde(rename = "inter_token", with = "As::<MicrosOrZero>")]
     pub inter_token_us: u32,
-    /// Limits of users who have no limits of their own.
-    #[serde(skip)]
-    pub user_limits: UserLimits,
 }
 
 impl Default for AdmissionSettings {
@@ -70,7 +67,6 @@ impl Default for AdmissionSettings {
             bin_max_age_ms: 5_000,
             batching: Batching::Continuous,
             inter_token_us: 0,
-            user_limits: UserLimits::default(),
         }
     }
 }
@@ -126,8 +122,7 @@ impl AdmissionSettings {
         }
         at_least("max_queue", self.max_queue, 1)?;
         at_least("max_wait", self.max_wait_ms, 1)?;
-        ensure((1..=64).contains(&self.bins), "bins", "1 to 64")?;
-        self.user_limits.validate()
+        ensure((1..=64).contains(&self.bins), "bins", "1 to 64")
     }
 
     /// Whether the settings use output lengths, so that replicas must report them through the log.

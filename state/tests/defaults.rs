@@ -2,18 +2,16 @@
 //! user's own settings take precedence.
 
 use crate::common::{self, Driver, restored, snapshot};
-use state::RouterState;
-use state::admission::AdmissionSettings;
 use state::budgets::{Budget, BudgetPeriod};
 use state::caches::CacheScope;
 use state::command::{
-    Charge, Command, Founding, Item, Rejection, Reply, UserChanges, UserDefaults, UserSpec,
+    Charge, Command, Founding, Item, Rejection, Reply, UserDefaults, UserSettings,
 };
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 use state::quotas::{PendingUse, UserLimits};
 use state::users::UserView;
-use state::{AuditAction, StateView};
+use state::{AuditAction, RouterState};
 
 const NONE: Budget = Budget {
     day: None,
@@ -45,24 +43,14 @@ fn charge(driver: &mut Driver, name: &str, tokens: u64) {
     sound(driver);
 }
 
-fn scope(driver: &mut Driver, name: &str, scope: Option<CacheScope>) {
-    let user = Some(name.to_owned());
-    driver.apply(1, Command::SetCacheScope { user, scope });
-    sound(driver);
-}
-
-fn configure(driver: &mut Driver, name: &str, changes: UserChanges) {
-    let name = name.to_owned();
-    let changes = Box::new(UserChanges { name, ..changes });
-    let reply = driver.apply(1, Command::ConfigureUser(changes));
+fn configure(driver: &mut Driver, name: &str, settings: UserSettings) {
+    let reply = driver.apply(1, Command::configure_user(name, settings));
     assert_eq!(reply, Reply::Applied);
     sound(driver);
 }
 
 fn weigh(driver: &mut Driver, name: &str, weight_milli: u32) {
-    let name = name.to_owned();
-    driver.apply(1, Command::PutUser(UserSpec { name, weight_milli }));
-    sound(driver);
+    configure(driver, name, UserSettings::of_weight(weight_milli));
 }
 
 /// Checks that the state keeps its invariants and survives a snapshot unchanged.
@@ -75,22 +63,16 @@ fn sound(driver: &Driver) {
     assert_eq!(snapshot(&copy), bytes);
 }
 
-/// Creates a cluster that publishes users and prices charges by the defaults.
-fn driver() -> Driver {
-    let driver = Driver::new();
-    driver.state.view().want_users();
-    driver
-}
-
 fn user(driver: &Driver, name: &str) -> UserView {
     driver.state.user_named(name).expect("the user is known")
 }
 
+/// Returns the effective weight, and whether it is the user's own.
 fn weight(driver: &Driver, name: &str) -> (u32, bool) {
     let user = user(driver, name);
     let shown = driver.state.view().user_figures(user.key).weight_milli;
     assert_eq!(shown, user.weight_milli);
-    (user.weight_milli, user.is_configured)
+    (user.weight_milli, user.own.weight_milli.is_some())
 }
 
 /// Returns how much of today's budget is used, and the budget.
@@ -101,7 +83,7 @@ fn used(driver: &Driver, name: &str) -> Option<(u64, u64)> {
 
 #[test]
 fn a_default_weight_applies_at_once_and_keeps_counters() {
-    let mut driver = driver();
+    let mut driver = Driver::new();
     let counter = |driver: &Driver, name: &str| user(driver, name).counter_milli_tokens;
     for name in ["ada", "bob", "eve"] {
         driver.apply(
@@ -138,41 +120,23 @@ fn a_default_weight_applies_at_once_and_keeps_counters() {
     let unknown = user_key(common::HASH_SEED, "nobody");
     put(&mut driver, defaults(3000, None));
     assert_eq!(driver.state.view().user_figures(unknown).weight_milli, 3000);
-}
-
-#[test]
-fn users_kept_for_their_cache_scope_follow_the_default_weight() {
-    let mut driver = driver();
-    scope(&mut driver, "before", Some(CacheScope::Own));
-    scope(&mut driver, "weighed", Some(CacheScope::Own));
-    weigh(&mut driver, "weighed", 2500);
-    put(&mut driver, defaults(2000, None));
-    scope(&mut driver, "after", Some(CacheScope::Own));
-    scope(&mut driver, "weighed", Some(CacheScope::Shared));
-    for (name, expected) in [
-        ("before", (2000, false)),
-        ("after", (2000, false)),
-        ("weighed", (2500, true)),
-    ] {
-        assert_eq!(weight(&driver, name), expected, "{name}");
-    }
-    weigh(&mut driver, "after", 1000);
-    put(&mut driver, defaults(4000, None));
-    scope(&mut driver, "after", None);
-    scope(&mut driver, "before", None);
-    assert_eq!(weight(&driver, "after"), (1000, true));
-    assert_eq!(weight(&driver, "before"), (4000, false));
+    // A user who loses its own weight follows the default.
+    configure(&mut driver, "bob", UserSettings::default());
+    assert_eq!(weight(&driver, "bob"), (3000, false));
+    assert_eq!(counter(&driver, "bob"), 300_000);
+    charge(&mut driver, "bob", 300);
+    assert_eq!(counter(&driver, "bob"), 400_000);
 }
 
 #[test]
 fn a_default_budget_applies_to_each_user_without_one() {
-    let mut driver = driver();
+    let mut driver = Driver::new();
     charge(&mut driver, "ada", 50);
     assert_eq!(driver.state.users(None, 9)[0].budget.budget, NONE);
     put(&mut driver, defaults(1000, Some(100)));
     let names = ["ada", "bob", "eve"];
     for name in names {
-        configure(&mut driver, name, UserChanges::default());
+        configure(&mut driver, name, UserSettings::default());
         charge(&mut driver, name, 60);
     }
     // Counting starts with the budget.
@@ -193,20 +157,20 @@ fn a_default_budget_applies_to_each_user_without_one() {
         month: Some(1000),
         day: None,
     };
-    let own = |budget| UserChanges {
+    let own = |budget| UserSettings {
         budget: Some(budget),
-        ..UserChanges::default()
+        ..UserSettings::default()
     };
     configure(&mut driver, "ada", own(month));
     assert_eq!(used(&driver, "ada"), None);
-    assert_eq!(user(&driver, "ada").own_budget, Some(month));
+    assert_eq!(user(&driver, "ada").own.budget, Some(month));
     let left = user(&driver, "ada").budget;
     let left = left.left(BudgetPeriod::Month, 1, 0).unwrap();
     assert_eq!((left.used, left.limit), (100, 1000));
     // Without it, the default budget applies again.
     configure(&mut driver, "ada", own(NONE));
     assert_eq!(used(&driver, "ada"), Some((100, 100)));
-    assert_eq!(user(&driver, "ada").own_budget, None);
+    assert_eq!(user(&driver, "ada").own.budget, None);
     put(&mut driver, defaults(1000, Some(101)));
     assert!(!is_over(&driver, "ada"));
     // Without a budget, nothing is counted.
@@ -224,45 +188,18 @@ fn a_default_budget_applies_to_each_user_without_one() {
 }
 
 #[test]
-fn user_defaults_set_the_same_limits_and_scope_as_other_commands() {
-    let mut driver = driver();
+fn defaults_are_replaced_as_a_whole_or_not_at_all() {
+    let mut driver = Driver::new();
     let limits = |requests| UserLimits {
         requests: Some(requests),
         ..UserLimits::default()
     };
-    let team = CacheScope::Group("team".to_owned());
-    let shown = |driver: &Driver| -> (UserLimits, CacheScope) {
-        let view: &StateView = &driver.state.view();
-        let defaults = view.registry().user_defaults.clone();
-        assert_eq!(view.caches().default_scope(), &defaults.cache);
-        let unknown = user_key(common::HASH_SEED, "nobody");
-        assert_eq!(view.quota(unknown).limits, defaults.limits);
-        (defaults.limits, defaults.cache)
+    let set = UserDefaults {
+        limits: limits(5),
+        cache: CacheScope::Group("team".to_owned()),
+        ..defaults(500, Some(9))
     };
-    put(&mut driver, UserDefaults::default());
-    assert_eq!(
-        driver.state.view().registry().admission,
-        Some(AdmissionSettings::default())
-    );
-    put(
-        &mut driver,
-        UserDefaults {
-            limits: limits(5),
-            cache: team.clone(),
-            ..UserDefaults::default()
-        },
-    );
-    assert_eq!(shown(&driver), (limits(5), team));
-    let admission = AdmissionSettings {
-        user_limits: limits(6),
-        ..AdmissionSettings::default()
-    };
-    driver.apply(1, Command::PutAdmission(admission));
-    let (user, scope) = (None, Some(CacheScope::Own));
-    driver.apply(1, Command::SetCacheScope { user, scope });
-    assert_eq!(shown(&driver), (limits(6), CacheScope::Own));
-    // All or nothing.
-    let digest = driver.state.digest();
+    put(&mut driver, set.clone());
     for wrong in [
         defaults(0, None),
         defaults(1, Some(0)),
@@ -280,19 +217,21 @@ fn user_defaults_set_the_same_limits_and_scope_as_other_commands() {
         let is_invalid = matches!(reply, Reply::Rejected(Rejection::Invalid { .. }));
         assert!(is_invalid, "{reply:?}");
     }
-    assert_eq!(shown(&driver), (limits(6), CacheScope::Own));
-    assert_ne!(driver.state.digest(), digest, "time passed");
-}
-
-fn founding(user_defaults: UserDefaults) -> Command {
-    Command::from(Founding {
-        user_defaults,
-        ..Founding::of_seed(common::HASH_SEED, PolicyConfig::LeastRequest)
-    })
+    let view = driver.state.view();
+    assert_eq!(view.registry().user_defaults, set);
+    let unknown = user_key(common::HASH_SEED, "nobody");
+    assert_eq!(view.quota(unknown).limits, set.limits);
+    assert_eq!(view.users().scope(unknown), &set.cache);
 }
 
 #[test]
 fn founding_sets_defaults_or_fails() {
+    let founding = |user_defaults| {
+        Command::from(Founding {
+            user_defaults,
+            ..Founding::of_seed(common::HASH_SEED, PolicyConfig::LeastRequest)
+        })
+    };
     let mut state = RouterState::new();
     let mut apply = |seq, command| {
         let index = state::ids::LogIndex(state.applied().0 + 1);
@@ -309,22 +248,9 @@ fn founding_sets_defaults_or_fails() {
     let again = Reply::Rejected(Rejection::AlreadyInitialised);
     assert_eq!(apply(3, founding(defaults(1, None))), again);
     let registry = state.view().registry();
-    assert!(registry.initialised && registry.are_user_defaults_set);
+    assert!(registry.initialised);
     assert_eq!(registry.user_defaults, right);
     let actions: Vec<_> = state.audit().map(|entry| entry.action).collect();
     assert_eq!(actions, [AuditAction::FoundCluster]);
     assert_eq!(state.check(), Ok(()));
-}
-
-#[test]
-fn defaults_survive_a_snapshot() {
-    let mut driver = Driver::founded(common::init());
-    scope(&mut driver, "ada", Some(CacheScope::Own));
-    put(&mut driver, defaults(2000, Some(100)));
-    charge(&mut driver, "bob", 7);
-    let bytes = snapshot(&driver.state);
-    let copy = restored(&bytes);
-    assert_eq!(copy.user_named("ada").unwrap().weight_milli, 2000);
-    let registry = copy.view().registry();
-    assert_eq!(registry.user_defaults, defaults(2000, Some(100)));
 }

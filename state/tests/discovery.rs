@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::common::{Driver, restored, snapshot, spec};
 use proptest::prelude::*;
-use state::command::{Command, Rejection, Reply};
+use state::command::{Command, Rejection, Reply, UserSettings};
 use state::discovery::{
     Discovery, DiscoveryChange, EngineCondition, ListedEngine, SourcePlan, SourceRules,
 };
@@ -80,10 +80,7 @@ fn pass(driver: &mut Driver, seconds: u64) {
     for _ in 0..seconds {
         driver.apply(
             1,
-            Command::PutUser(state::command::UserSpec {
-                name: "ada".to_owned(),
-                weight_milli: 1000,
-            }),
+            Command::configure_user("ada", UserSettings::of_weight(1000)),
         );
     }
 }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use state::RouterState;
 use state::caches::CacheScope;
 use state::codec;
-use state::command::{Charge, Command, Envelope, Item, Lane, Rejection, Reply};
+use state::command::{Charge, Command, Envelope, Item, Lane, Rejection, Reply, UserSettings};
 use state::ids::{LogIndex, RestoreId, UserKey};
 use state::keys::SecretHash;
 
@@ -32,7 +32,6 @@ impl Pair {
             counters,
             backup: Vec::new(),
         };
-        pair.steady.view().want_users();
         pair.apply(&envelope(1, 1, Lane::Admin, 1, common::init()));
         pair.apply(&envelope(
             1,
@@ -178,16 +177,20 @@ fn key_step() -> impl Strategy<Value = Step> {
             }
             2 => Command::RevokeKey { id },
             3 => Command::RevokeKey { id },
-            4 => Command::SetCacheScope {
-                user: (ms > 500).then(|| format!("user-{}", ms % 4)),
-                scope: match ms % 5 {
+            4 => {
+                let cache = match ms % 5 {
                     0 => None,
                     1 => Some(CacheScope::Shared),
                     2 => Some(CacheScope::Group("team".to_owned())),
                     3 => Some(CacheScope::Group(String::new())),
                     _ => Some(CacheScope::Own),
-                },
-            },
+                };
+                let settings = UserSettings {
+                    cache,
+                    ..UserSettings::default()
+                };
+                Command::configure_user(&format!("user-{}", ms % 4), settings)
+            }
             5 => Command::DeleteUser {
                 name: format!("user-{}", ms % 4),
             },

@@ -3,7 +3,7 @@
 use crate::common::{self, Driver, chain, envelope, init, spec};
 use expect_test::{Expect, expect};
 use state::RouterState;
-use state::command::{Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, Reply, UserSpec};
+use state::command::{Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, Reply, UserSettings};
 use state::ids::{BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
@@ -57,13 +57,7 @@ fn command(state: &RouterState, words: &[&str]) -> Command {
                 draining,
             }
         }
-        "weight" => {
-            let weight_milli = number(words[2]);
-            Command::PutUser(UserSpec {
-                name: name(1),
-                weight_milli,
-            })
-        }
+        "weight" => Command::configure_user(&name(1), UserSettings::of_weight(number(words[2]))),
         "policy" => Command::PutPolicy(PolicyConfig::LeastRequest),
         "expire" => {
             let (replica, session) = (ReplicaId(words[1].parse().unwrap()), number(words[2]));

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use state::RouterState;
 use state::budgets::{Budget, BudgetPeriod};
 use state::caches::CacheScope;
-use state::command::{BackendSpec, Charge, Command, Item, Lane, Reply, UserChanges, UserDefaults};
+use state::command::{BackendSpec, Charge, Command, Item, Lane, Reply, UserDefaults, UserSettings};
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{LogIndex, ModelKey, RestoreId, Slot};
 use state::keys::{FoundKey, SecretHash};
@@ -171,7 +171,6 @@ fn snapshot_errors_name_their_position() {
 /// Returns a state that has something in every section of a snapshot.
 fn full_sample() -> RouterState {
     let mut state = common::measured_sample();
-    let ada = || "ada".to_owned();
     let [first, second] = [1, 2].map(common::key_spec);
     let (revoked, rotated) = (first.id, second.id);
     let text = TextSample {
@@ -189,15 +188,14 @@ fn full_sample() -> RouterState {
             weight_milli: 500,
             ..UserDefaults::default()
         })),
-        Command::ConfigureUser(Box::new(UserChanges {
-            name: ada(),
-            models: Some(vec!["m*".to_owned()]),
-            ..UserChanges::default()
-        })),
-        Command::SetCacheScope {
-            user: Some(ada()),
-            scope: Some(CacheScope::Own),
-        },
+        Command::configure_user(
+            "ada",
+            UserSettings {
+                models: vec!["m*".to_owned()],
+                cache: Some(CacheScope::Own),
+                ..UserSettings::default()
+            },
+        ),
         common::batch(vec![Item::ObserveText(text)]),
         Command::CreateKey(Box::new(first)),
         Command::CreateKey(Box::new(second)),
@@ -346,21 +344,29 @@ fn revoked_api_keys_survive_a_snapshot() {
 }
 
 #[test]
-fn plans_of_users_survive_a_snapshot() {
+fn settings_of_users_survive_a_snapshot() {
     let mut driver = Driver::founded(common::init());
-    let changes = UserChanges {
-        name: "ada".to_owned(),
+    let team = CacheScope::Group("team".to_owned());
+    let settings = UserSettings {
         budget: Some(Budget {
             day: Some(1000),
             month: None,
         }),
-        models: Some(vec!["m*".to_owned()]),
-        ..UserChanges::default()
+        models: vec!["m*".to_owned()],
+        cache: Some(team.clone()),
+        ..UserSettings::default()
     };
-    let configure = Command::ConfigureUser(Box::new(changes));
+    let configure = Command::configure_user("ada", settings.clone());
     assert_eq!(driver.apply(1, configure), Reply::Applied);
+    let defaults = UserDefaults {
+        weight_milli: 2000,
+        cache: CacheScope::Own,
+        ..UserDefaults::default()
+    };
+    driver.apply(1, Command::PutUserDefaults(Box::new(defaults)));
+    let key = |name| user_key(common::HASH_SEED, name);
     let charge = Charge {
-        user: user_key(common::HASH_SEED, "ada"),
+        user: key("ada"),
         input_cached: 30,
         output: 4,
         ..Charge::default()
@@ -374,7 +380,16 @@ fn plans_of_users_survive_a_snapshot() {
     let user = copy.user_named("ada").unwrap();
     let left = user.budget.left(BudgetPeriod::Day, 1, 0).unwrap();
     assert_eq!((left.limit, left.used), (1000, 34));
-    assert_eq!(user.models, ["m*"]);
+    assert_eq!((user.own, user.weight_milli), (settings, 2000));
+    let users = copy.view().users();
+    assert_eq!(users.scope(key("ada")), &team);
+    assert_eq!(users.scope(key("bob")), &CacheScope::Own);
+    // A deleted user loses its settings.
+    let name = "ada".to_owned();
+    driver.apply(1, Command::DeleteUser { name });
+    let users = driver.state.view().users();
+    assert_eq!(users.scope(key("ada")), &CacheScope::Own);
+    assert_eq!(driver.state.check(), Ok(()));
 }
 
 #[test]
@@ -389,34 +404,4 @@ fn roles_of_backends_survive_a_snapshot() {
     let again = restored(&snapshot(&driver.state));
     assert_eq!(again.digest(), driver.state.digest());
     assert_eq!(again.backend("p").unwrap().spec.role, role);
-}
-
-#[test]
-fn cache_scopes_survive_a_snapshot() {
-    let mut driver = Driver::founded(common::init());
-    let set = |user: Option<&str>, scope| Command::SetCacheScope {
-        user: user.map(str::to_owned),
-        scope,
-    };
-    let team = CacheScope::Group("team".to_owned());
-    driver.apply(1, set(Some("ada"), Some(team.clone())));
-    driver.apply(1, set(None, Some(CacheScope::Own)));
-    let bytes = snapshot(&driver.state);
-    let copy = restored(&bytes);
-    assert_eq!(copy.digest(), driver.state.digest());
-    assert_eq!(copy.check(), Ok(()));
-    assert_eq!(snapshot(&copy), bytes);
-    let seed = copy.view().registry().hash_seed;
-    let scope = |state: &RouterState, name| {
-        let view = state.view();
-        view.caches().of(user_key(seed, name)).clone()
-    };
-    assert_eq!(scope(&copy, "ada"), team);
-    assert_eq!(scope(&copy, "bob"), CacheScope::Own);
-    // A deleted user also loses the scope.
-    let name = "ada".to_owned();
-    driver.apply(1, Command::DeleteUser { name });
-    driver.apply(1, set(None, None));
-    assert_eq!(scope(&driver.state, "ada"), CacheScope::Shared);
-    assert_eq!(driver.state.check(), Ok(()));
 }

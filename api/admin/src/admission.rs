@@ -10,9 +10,7 @@ use state::admission::AdmissionSettings;
 use state::command::Command;
 use state::ids::LogIndex;
 
-use super::answer::{
-    QueryParams, ReadLevel, ReadQuery, Written, at_level, decode, registry_at, submit, unchanged,
-};
+use super::answer::{QueryParams, ReadQuery, Written, decode, registry_at, submit};
 use super::problem::unfit;
 use super::readback::{ReplacedSettings, WrittenSettings};
 use super::versions::{IfMatch, Version, Versioned};
@@ -21,14 +19,9 @@ use api::error::Problem;
 use api::settings::read_admission;
 
 #[derive(Serialize, JsonSchema)]
-#[schemars(
-    example = json!({ "index": 5120, "is_set": false, "config": AdmissionSettings::default() })
-)]
+#[schemars(example = json!({ "index": 5120, "config": AdmissionSettings::default() }))]
 pub(super) struct AdmissionResponse {
     index: LogIndex,
-    /// Whether the founding replica's config or an operator has set it; `false`: the defaults
-    /// apply.
-    is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: AdmissionSettings,
 }
@@ -44,23 +37,15 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Versioned<AdmissionResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
-    let set = registry.admission.as_ref();
-    let config = set.cloned().unwrap_or_default();
+    let config = registry.admission.clone();
     Ok(Versioned {
         version: Version::of(&config),
-        body: AdmissionResponse {
-            index,
-            is_set: set.is_some(),
-            config,
-        },
+        body: AdmissionResponse { index, config },
     })
 }
 
 fn version(admin: &Admin) -> Option<Version> {
-    let registry = admin.view.registry();
-    let set = registry.admission.as_ref();
-    let config = set.cloned().unwrap_or_default();
-    Some(Version::of(&config))
+    Some(Version::of(&admin.view.registry().admission))
 }
 
 /// Reads admission settings from a request body.
@@ -74,15 +59,7 @@ pub(super) async fn put(
     if_match: IfMatch,
     written: WrittenSettings<AdmissionSettings>,
 ) -> Result<Written, Problem> {
-    let mut settings = read(&written.config)?;
+    let settings = read(&written.config)?;
     let _turn = if_match.turn(&admin, || version(&admin)).await?;
-    if written.is_read_as_unset && settings == AdmissionSettings::default() {
-        at_level(&admin, ReadLevel::Linearizable).await?;
-        if admin.view.registry().admission.is_none() {
-            return Ok(unchanged(&admin));
-        }
-    }
-    // The limits of users without their own belong to their defaults.
-    settings.user_limits = admin.view.registry().user_defaults.limits;
     submit(&admin, Command::PutAdmission(settings)).await
 }

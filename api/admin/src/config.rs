@@ -30,7 +30,7 @@ struct KeyDetail {
     scope: &'static str,
     /// Value in this replica's config; `null`: not set.
     file: Value,
-    /// Value that the cluster has; `null`: not set, or not replicated.
+    /// Value that the cluster has; `null`: none, or not replicated.
     cluster: Value,
     in_effect: Value,
 }
@@ -58,10 +58,7 @@ fn keys(file: &FileSettings, registry: &Registry) -> BTreeMap<String, KeyDetail>
         let detail = KeyDetail {
             scope: "cluster",
             file: file.stated.get(key).cloned().unwrap_or_default(),
-            cluster: match is_set(key, registry) {
-                true => value.clone(),
-                false => Value::Null,
-            },
+            cluster: value.clone(),
             in_effect: value,
         };
         (key.to_string(), detail)
@@ -81,17 +78,4 @@ fn keys(file: &FileSettings, registry: &Registry) -> BTreeMap<String, KeyDetail>
         (key.clone(), detail)
     });
     replicated.chain(local).collect()
-}
-
-/// Whether the cluster has set the key, as opposed to using its default.
-fn is_set(key: &SettingKey, registry: &Registry) -> bool {
-    match key {
-        SettingKey::Policy | SettingKey::PolicySetting { .. } => registry.initialised,
-        SettingKey::Routing(_) => registry.routing.is_some(),
-        SettingKey::Admission(_) => registry.admission.is_some(),
-        SettingKey::UserDefault(_) => registry.are_user_defaults_set,
-        SettingKey::ModelPolicy(_)
-        | SettingKey::ModelSetting { .. }
-        | SettingKey::Backend { .. } => true,
-    }
 }

@@ -33,7 +33,7 @@ pub(super) static API: LazyLock<ApiDescription> = LazyLock::new(ApiDescription::
 
 /// Path prefix, tag and description of each area of the API. The first matching prefix applies. The
 /// description is empty if another entry of the same tag has it.
-const TAGS: [(&str, &str, &str); 9] = [
+const TAGS: [(&str, &str, &str); 8] = [
     (
         "/admin/v1/cluster",
         "cluster",
@@ -47,12 +47,11 @@ const TAGS: [(&str, &str, &str); 9] = [
     ),
     ("/admin/v1/discovery", "backends", ""),
     (
-        "/admin/v1/user",
+        "/admin/v1/users",
         "users",
         "The users that tokens are charged to, and their API keys.",
     ),
     ("/admin/v1/keys", "users", ""),
-    ("/admin/v1/cache", "users", ""),
     (
         "/admin/v1/",
         "routing",

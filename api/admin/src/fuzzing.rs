@@ -3,12 +3,12 @@
 use serde::de::DeserializeOwned;
 use state::RouterState;
 use state::admission::AdmissionSettings;
-use state::command::{BackendSpec, Command, Envelope, Founding, Lane, Origin, UserSpec};
+use state::command::{BackendSpec, Command, Envelope, Founding, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig, RoutingSettings};
 
 use super::answer::decode;
-use super::{admission, backends, cluster, explain, policy, users};
+use super::{admission, backends, cluster, explain, policy, user_defaults, users};
 
 /// Decodes a body: one byte for its kind, then JSON. Applies the resulting command to a state,
 /// which must reject it or stay consistent, and encodes and decodes it like any other command.
@@ -26,13 +26,12 @@ pub fn admin_body(bytes: &[u8]) {
         }
         2 => read::<RoutingSettings>(body).map(Command::PutRouting),
         3 => admission::read(body).ok().map(Command::PutAdmission),
-        4 => read::<UserSpec>(body).map(Command::PutUser),
-        5 => read::<users::PutUserBody>(body)
-            .and_then(|body| body.limits().ok().flatten())
-            .map(|limits| Command::PutUserLimits {
-                name: "bob".to_owned(),
-                limits,
-            }),
+        4 => users::read(body)
+            .ok()
+            .map(|settings| Command::configure_user("bob", settings)),
+        5 => user_defaults::read(body)
+            .ok()
+            .map(|defaults| Command::PutUserDefaults(Box::new(defaults))),
         6 => {
             if let Some(would_be) = read::<explain::ExplainBody>(body) {
                 drop(explain::headers(&would_be.headers));
@@ -99,8 +98,8 @@ pub fn admin_body_seeds() -> Vec<Vec<u8>> {
         kind(2, r#"{"models":{"m":{"policy":"random"}},"learn":false,"prediction_off_permille":100}"#),
         kind(3, &json(serde_json::to_string(&AdmissionSettings::default()))),
         kind(3, &json(serde_json::to_string(&AdmissionSettings::default()))),
-        kind(4, r#"{"name":"bob","weight_milli":2000}"#),
-        kind(5, r#"{"weight_milli":1500,"limits":{"requests":7,"tokens":1000000,"concurrent":2,"window_ms":60000}}"#),
+        kind(4, r#"{"weight_milli":2000,"models":["m*"],"cache":"isolated","budget":{"day":9}}"#),
+        kind(5, r#"{"weight_milli":1500,"cache":"group:a","limits":{"requests":7,"tokens":1000000,"concurrent":2,"window":"1m"}}"#),
         kind(6, r#"{"path":"/v1/chat/completions","headers":{"x-quorate-user":"ann"},"body":{"model":"m","messages":[]},"token_ids":true}"#),
         kind(6, r#"{"path":"/v1/completions","user":"u","body":"{\"model\":\"m\"}"}"#),
         kind(7, r#"{"id":3,"address":"127.0.0.1:1"}"#),

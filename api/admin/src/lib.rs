@@ -18,7 +18,6 @@ mod audit;
 mod backends;
 mod backup;
 mod bins;
-mod caches;
 mod calls;
 mod certified;
 mod cluster;

@@ -37,19 +37,16 @@ pub(super) struct PolicyResponse {
 }
 
 #[derive(Serialize, JsonSchema)]
-#[schemars(
-    example = json!({ "index": 5120, "is_set": false, "config": RoutingSettings::default() })
-)]
+#[schemars(example = json!({ "index": 5120, "config": RoutingSettings::default() }))]
 pub(super) struct RoutingResponse {
     index: LogIndex,
-    /// Whether the founding replica's config or an operator has set it; `false`: the defaults
-    /// apply.
-    is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: RoutingSettings,
 }
 
 impl ReplacedSettings for PolicyConfig {
+    const AROUND: &'static [&'static str] = &["index", "is_of_model"];
+
     fn example() -> Value {
         json!({ "policy": "prefix-cache", "imbalance_abs_count": 32 })
     }
@@ -95,9 +92,7 @@ fn effective<'a>(
     registry: &'a Registry,
     model: Option<&String>,
 ) -> (Option<bool>, &'a PolicyConfig) {
-    let routing = registry.routing.as_ref();
-    let of_model = |model: &String| routing.and_then(|routing| routing.models.get(model));
-    let own = model.map(of_model);
+    let own = model.map(|model| registry.routing.models.get(model));
     let config = own.flatten().unwrap_or(&registry.policy);
     (own.map(|own| own.is_some()), config)
 }
@@ -108,9 +103,7 @@ fn version(admin: &Admin, model: Option<&String>) -> Option<Version> {
 }
 
 fn routing_version(admin: &Admin) -> Option<Version> {
-    let registry = admin.view.registry();
-    let set = registry.routing.clone();
-    Some(Version::of(&set.unwrap_or_default()))
+    Some(Version::of(&admin.view.registry().routing))
 }
 
 /// Parses a policy. A problem names the setting at fault.
@@ -149,7 +142,7 @@ pub(super) async fn put(
     name_of("model", &model)?;
     let mut routing = latest(&admin).await?;
     let is_general = config == admin.view.registry().policy;
-    if written.is_read_as_unset && is_general && !routing.models.contains_key(&model) {
+    if written.is_of_model == Some(false) && is_general && !routing.models.contains_key(&model) {
         return Ok(unchanged(&admin));
     }
     routing.models.insert(model, config);
@@ -179,16 +172,10 @@ pub(super) async fn show_routing(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Versioned<RoutingResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
-    let set = registry.routing.clone();
-    let is_set = set.is_some();
-    let config = set.unwrap_or_default();
+    let config = registry.routing.clone();
     Ok(Versioned {
         version: Version::of(&config),
-        body: RoutingResponse {
-            index,
-            is_set,
-            config,
-        },
+        body: RoutingResponse { index, config },
     })
 }
 
@@ -199,17 +186,11 @@ pub(super) async fn put_routing(
 ) -> Result<Written, Problem> {
     let config: RoutingSettings = decode(&written.config)?;
     let _turn = if_match.turn(&admin, || routing_version(&admin)).await?;
-    if written.is_read_as_unset && config == RoutingSettings::default() {
-        latest(&admin).await?;
-        if admin.view.registry().routing.is_none() {
-            return Ok(unchanged(&admin));
-        }
-    }
     submit(&admin, Command::PutRouting(config)).await
 }
 
 /// Returns the routing settings after a read barrier.
 async fn latest(admin: &Admin) -> Result<RoutingSettings, Problem> {
     at_level(admin, ReadLevel::Linearizable).await?;
-    Ok(admin.view.registry().routing.clone().unwrap_or_default())
+    Ok(admin.view.registry().routing.clone())
 }

@@ -13,11 +13,11 @@ use super::answer::{JSON, decode, read_body};
 use super::origin::typed;
 use api::error::Problem;
 
-/// Read-only fields of a response that surround its settings in `config`.
-const AROUND: [&str; 3] = ["index", "is_set", "is_of_model"];
-
 /// Settings that are replaced as a whole.
 pub(super) trait ReplacedSettings {
+    /// Names of the read-only fields of a response that surround the settings in `config`.
+    const AROUND: &'static [&'static str] = &["index"];
+
     /// Returns example settings for the API description.
     fn example() -> Value;
 }
@@ -26,38 +26,35 @@ pub(super) trait ReplacedSettings {
 pub(super) struct WrittenSettings<T> {
     /// JSON of the settings, without the fields around them.
     pub(super) config: Bytes,
-    /// Whether the settings were read as defaults, so that writing them back unchanged has no
-    /// effect.
-    pub(super) is_read_as_unset: bool,
+    /// Field `is_of_model` of the response from which the settings were read, if it has one.
+    pub(super) is_of_model: Option<bool>,
     form: PhantomData<T>,
 }
 
-impl<T> WrittenSettings<T> {
+impl<T: ReplacedSettings> WrittenSettings<T> {
     /// Extracts the settings from a body: all of it, or `config` if it has the form of a response.
     pub(super) fn of(body: Bytes) -> Self {
         let document: Option<Map<String, Value>> = serde_json::from_slice(&body).ok();
         let is_answer = |document: &Map<String, Value>| {
-            let is_around = |name: &String| name == "config" || AROUND.contains(&name.as_str());
+            let is_around = |name: &String| name == "config" || T::AROUND.contains(&name.as_str());
             document.get("config").is_some_and(Value::is_object) && document.keys().all(is_around)
         };
         match document.filter(is_answer) {
             Some(document) => Self {
                 config: document["config"].to_string().into(),
-                is_read_as_unset: ["is_set", "is_of_model"]
-                    .iter()
-                    .any(|name| document.get(*name) == Some(&Value::Bool(false))),
+                is_of_model: document.get("is_of_model").and_then(Value::as_bool),
                 form: PhantomData,
             },
             None => Self {
                 config: body,
-                is_read_as_unset: false,
+                is_of_model: None,
                 form: PhantomData,
             },
         }
     }
 }
 
-impl<T, S: Sync> FromRequest<S> for WrittenSettings<T> {
+impl<T: ReplacedSettings, S: Sync> FromRequest<S> for WrittenSettings<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {

@@ -15,8 +15,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use state::Registry;
-use state::caches::{CacheScope, CacheScopesView};
+use state::caches::CacheScope;
 use state::ids::{BlockHash, ReplicaId};
+use state::users::UsersView;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::answer::{Answer, MaybeJson, PathParam, QueryParams};
@@ -371,7 +372,7 @@ struct Lines {
     writer: RecordingWriter,
     names: RecordingNames,
     registry: Arc<Registry>,
-    scopes: Arc<CacheScopesView>,
+    users: Arc<UsersView>,
     replica: ReplicaId,
     taken: std::vec::IntoIter<TakenRequest>,
     /// First line of the file; `None` once it is sent.
@@ -392,7 +393,7 @@ fn file(
         head: Some(writer.head(head)),
         writer,
         names: RecordingNames::new(&registry.hashing(), &head.salt),
-        scopes: Arc::clone(&admin.view.caches()),
+        users: admin.view.users(),
         registry,
         replica: admin.decisions.replica(),
         taken: taken.into_iter(),
@@ -414,7 +415,7 @@ impl Lines {
     fn chunk(&mut self) -> Option<Bytes> {
         let mut text = self.head.take().unwrap_or_default();
         for TakenRequest { record, chain } in self.taken.by_ref().take(CHUNK) {
-            let request = request(&record, &self.names, &self.registry, &self.scopes);
+            let request = request(&record, &self.names, &self.registry, &self.users);
             let request = RecordedRequest {
                 replica: self.replica.0,
                 ..request
@@ -432,10 +433,10 @@ fn request(
     record: &RequestRecord,
     names: &RecordingNames,
     registry: &Registry,
-    scopes: &CacheScopesView,
+    users: &UsersView,
 ) -> RecordedRequest {
     let user = record.user.as_str();
-    let tenant = match scopes.of(record.user.key(registry.hash_seed)) {
+    let tenant = match users.scope(record.user.key(registry.hash_seed)) {
         CacheScope::Shared => None,
         CacheScope::Own => Some(names.tenant(&format!("user {user}"))),
         CacheScope::Group(name) => Some(names.tenant(&format!("group {name}"))),

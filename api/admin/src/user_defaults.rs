@@ -1,4 +1,4 @@
-//! Defaults of users: `GET` and `PUT /admin/v1/user-defaults` (ADR 0034). Keys and values are those
+//! Defaults of users: `GET` and `PUT /admin/v1/users/defaults` (ADR 0034). Keys and values are those
 //! of `[users.defaults]` in a config file. They are replaced as a whole, and take effect on every
 //! replica at one log index.
 
@@ -6,34 +6,38 @@ use axum::extract::State;
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Value, json};
-use state::command::Command;
+use state::caches::CacheScope;
+use state::command::{Command, UserDefaults};
 use state::ids::LogIndex;
 
-use super::answer::{
-    QueryParams, ReadLevel, ReadQuery, Written, at_level, decode, name_of, registry_at, submit,
-    unchanged,
-};
+use super::answer::{QueryParams, ReadQuery, Written, decode, name_of, registry_at, submit};
 use super::problem::unfit;
 use super::readback::{ReplacedSettings, WrittenSettings};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use api::error::Problem;
-use api::settings::UserDefaultsForm;
+use api::settings::read_user_defaults;
 
 #[derive(Serialize, JsonSchema)]
-#[schemars(
-    example = json!({ "index": 5120, "is_set": false, "config": UserDefaultsForm::default() })
-)]
+#[schemars(example = json!({
+    "index": 5120,
+    "config": UserDefaults::default(),
+    "users_with_own_cache": 3,
+    "unsalted_backends": [],
+}))]
 pub(super) struct UserDefaultsResponse {
     index: LogIndex,
-    /// Whether the defaults were ever set together; `false`: limits and cache may still have been
-    /// set on their own.
-    is_set: bool,
     /// Settings in the form that `PUT` takes.
-    config: UserDefaultsForm,
+    config: UserDefaults,
+    /// Number of users with their own setting of `cache`.
+    users_with_own_cache: usize,
+    /// Backends whose engine does not isolate users, as far as this replica knows.
+    unsalted_backends: Vec<String>,
 }
 
-impl ReplacedSettings for UserDefaultsForm {
+impl ReplacedSettings for UserDefaults {
+    const AROUND: &'static [&'static str] = &["index", "users_with_own_cache", "unsalted_backends"];
+
     fn example() -> Value {
         json!({ "limits": { "requests": 600, "tokens": 2_000_000, "window": "1m" } })
     }
@@ -44,41 +48,46 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Versioned<UserDefaultsResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
-    let config = UserDefaultsForm::from(&registry.user_defaults);
+    let backends = registry.backends.iter();
+    let unsalted = backends.filter(|backend| !admin.backends.knows_salts(backend));
+    let config = registry.user_defaults.clone();
     Ok(Versioned {
         version: Version::of(&config),
         body: UserDefaultsResponse {
             index,
-            is_set: registry.are_user_defaults_set,
             config,
+            users_with_own_cache: admin.view.users().scoped(),
+            unsalted_backends: unsalted.map(|backend| backend.spec.id.clone()).collect(),
         },
     })
 }
 
 fn version(admin: &Admin) -> Option<Version> {
-    let registry = admin.view.registry();
-    let config = UserDefaultsForm::from(&registry.user_defaults);
-    Some(Version::of(&config))
+    Some(Version::of(&admin.view.registry().user_defaults))
 }
 
 pub(super) async fn put(
     State(admin): State<AdminState>,
     if_match: IfMatch,
-    written: WrittenSettings<UserDefaultsForm>,
+    written: WrittenSettings<UserDefaults>,
 ) -> Result<Written, Problem> {
-    let document: Value = decode(&written.config)?;
-    let form = UserDefaultsForm::read(&document).map_err(|faults| unfit(&faults))?;
-    if let Some(group) = &form.cache_group {
-        name_of("cache_group", group)?;
-    }
-    let defaults = form.settings();
+    let defaults = read(&written.config)?;
     let _turn = if_match.turn(&admin, || version(&admin)).await?;
-    if written.is_read_as_unset {
-        at_level(&admin, ReadLevel::Linearizable).await?;
-        let registry = admin.view.registry();
-        if !registry.are_user_defaults_set && registry.user_defaults == defaults {
-            return Ok(unchanged(&admin));
-        }
-    }
     submit(&admin, Command::PutUserDefaults(Box::new(defaults))).await
+}
+
+/// Reads defaults of users from a request body.
+pub(super) fn read(body: &[u8]) -> Result<UserDefaults, Problem> {
+    let document: Value = decode(body)?;
+    let defaults = read_user_defaults(&document).map_err(|faults| unfit(&faults))?;
+    check_group(&defaults.cache)?;
+    Ok(defaults)
+}
+
+/// Rejects a cache group whose name cannot be printed.
+pub(super) fn check_group(cache: &CacheScope) -> Result<(), Problem> {
+    match cache {
+        CacheScope::Shared | CacheScope::Own => Ok(()),
+        CacheScope::Group(name) => name_of("cache", name),
+    }
 }

@@ -126,7 +126,6 @@ impl Admission {
     /// Creates an instance with empty queues that dispatches requests through `router`.
     #[must_use]
     pub fn new(router: &Router) -> Self {
-        router.view().want_users();
         Self {
             view: Arc::clone(router.view()),
             decider: Arc::clone(router.decider()),

@@ -103,9 +103,8 @@ impl Admission {
     /// Returns the settings of the queues and the token prices.
     pub(super) fn rules(&self) -> (QueueSettings, Pricing) {
         let registry = self.view.registry();
-        let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
-        (self.rules_of(&settings, pricing), pricing)
+        (self.rules_of(&registry.admission, pricing), pricing)
     }
 
     fn rules_of(&self, settings: &AdmissionSettings, pricing: Pricing) -> QueueSettings {
@@ -117,9 +116,7 @@ impl Admission {
 
     /// Whether backends receive requests only in batches.
     pub(super) fn is_batching(&self) -> bool {
-        let registry = self.view.registry();
-        let settings = registry.admission.as_ref();
-        settings.is_some_and(|settings| settings.batching == Batching::Static)
+        self.view.registry().admission.batching == Batching::Static
     }
 
     /// Returns a function from users to their figures, including this replica's unapplied charges.
@@ -137,7 +134,7 @@ impl Admission {
     /// gives up its wait for a peer's place.
     pub(super) fn serve(&self, now: Instant) -> Duration {
         let registry = self.view.registry();
-        let settings = registry.admission.clone().unwrap_or_default();
+        let settings = registry.admission.clone();
         let pricing = pricing_of(&registry);
         let now_ms = self.ms_of(now);
         let mut queues = self.lock();

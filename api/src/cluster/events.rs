@@ -418,12 +418,10 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent
             config: after.policy.clone(),
         });
     }
-    if let Some(config) = after
-        .routing
-        .clone()
-        .filter(|_| before.routing != after.routing)
-    {
-        events.push(ClusterEvent::Routing { config });
+    if before.routing != after.routing {
+        events.push(ClusterEvent::Routing {
+            config: after.routing.clone(),
+        });
     }
     events
 }

@@ -15,8 +15,7 @@ impl ScrapedReplica {
         });
         // Counted over the published image, so that `apply` does not wait.
         let (now_ms, unix_ms) = (self.view.now_ms(), self.clock.unix_ms());
-        let users = self.view.users();
-        let over = users.map_or(0, |users| users.over_limits(now_ms, unix_ms)) as u64;
+        let over = self.view.users().over_limits(now_ms, unix_ms) as u64;
         page.gauge("quorate_users_known", "Users known", &known)?;
         page.gauge(
             "quorate_users_backlogged",

@@ -15,8 +15,6 @@ use state::admission::AdmissionSettings;
 use state::command::{BackendSpec, UserDefaults};
 use state::policy::{PolicyConfig, RoutingSettings};
 
-use super::UserDefaultsForm;
-
 /// Key of a replicated setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SettingKey {
@@ -128,7 +126,7 @@ impl ReplicatedSettings<'_> {
         }
         let admission = leaves(self.admission);
         values.extend(admission.map(|(path, value)| (SettingKey::Admission(path), value)));
-        let defaults = leaves(&UserDefaultsForm::from(self.user_defaults));
+        let defaults = leaves(self.user_defaults);
         values.extend(defaults.map(|(path, value)| (SettingKey::UserDefault(path), value)));
         for spec in backends {
             for (name, value) in fields(spec) {
@@ -164,16 +162,13 @@ fn leaves<T: serde::Serialize>(settings: &T) -> impl Iterator<Item = (String, Va
     })
 }
 
-/// Returns the settings in effect in a cluster, with the defaults for those that it never set. Of
-/// an engine's ranks, it includes only the first.
+/// Returns the settings in effect in a cluster. Of an engine's ranks, it includes only the first.
 #[must_use]
 pub fn in_effect(registry: &Registry) -> SettingValues {
-    let routing = registry.routing.clone().unwrap_or_default();
-    let admission = registry.admission.clone().unwrap_or_default();
     let settings = ReplicatedSettings {
         policy: &registry.policy,
-        routing: &routing,
-        admission: &admission,
+        routing: &registry.routing,
+        admission: &registry.admission,
         user_defaults: &registry.user_defaults,
     };
     let put = registry.backends.iter().filter(|it| !it.is_further_rank());
@@ -314,10 +309,10 @@ mod tests {
         let mut registry = Registry::clone(&RouterState::new().view().registry());
         registry.policy = PolicyConfig::Cost(CostSettings::default());
         let lmetric = PolicyConfig::Lmetric(LmetricSettings::default());
-        registry.routing = Some(RoutingSettings {
+        registry.routing = RoutingSettings {
             models: BTreeMap::from([("m".to_owned(), lmetric)]),
             ..RoutingSettings::default()
-        });
+        };
         registry
     }
 

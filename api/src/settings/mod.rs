@@ -7,19 +7,17 @@
 //! listing contains the replicated settings by key, for the comparison of a config file with a
 //! cluster.
 
-mod admission;
 mod form;
 mod listing;
+mod read;
 mod schema;
-mod users;
 
-pub use admission::{read_admission, read_budget, read_limits};
 pub use form::{Size, Status, UrlPath, named};
 pub use listing::{
     Difference, FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues,
     SharedFileSettings, differences, in_effect, url_of,
 };
+pub use read::{misfit, read_admission, read_user, read_user_defaults};
 pub use schema::{
     SettingError, expected, fit, join, properties, required, schema_of, simplify, table, valid_part,
 };
-pub use users::{DefaultCache, UserDefaultsForm};

@@ -150,7 +150,13 @@ fn walk(
         return None;
     }
     if table(schema).is_none() {
-        let fitting = fit(forms, schema, value);
+        let fitting = match (schema.get("items"), value) {
+            (Some(items), Value::Array(elements)) => {
+                let elements = elements.iter().map(|it| fit(forms, items, it));
+                elements.collect::<Option<Vec<_>>>().map(Value::from)
+            }
+            _ => fit(forms, schema, value),
+        };
         return fitting.or_else(|| refuse(expected(forms, schema)));
     }
     let Value::Object(members) = value else {

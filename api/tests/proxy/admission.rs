@@ -6,8 +6,9 @@ use std::time::Duration;
 use api::proxy::DrainResult;
 use api::routing::LoadTable;
 use state::admission::{AdmissionSettings, Batching, Concurrency, Order};
-use state::command::Command;
+use state::command::{Command, UserDefaults};
 use state::ids::ReplicaId;
+use state::quotas::UserLimits;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
@@ -28,6 +29,17 @@ async fn fleet(engines: &[&Engine], settings: AdmissionSettings) -> Fleet {
     let patient = Duration::from_secs(60);
     let fleet = Fleet::start_with(engines, patient, |settings| settings.priority_max = 5).await;
     fleet.apply(Command::PutAdmission(settings));
+    fleet
+}
+
+/// Starts a fleet whose users have these limits.
+async fn limited(engine: &Engine, limits: UserLimits) -> Fleet {
+    let fleet = fleet(&[engine], AdmissionSettings::default()).await;
+    let defaults = UserDefaults {
+        limits,
+        ..UserDefaults::default()
+    };
+    fleet.apply(Command::PutUserDefaults(Box::new(defaults)));
     fleet
 }
 
@@ -276,9 +288,11 @@ async fn the_queue_is_bounded() {
 async fn a_user_over_a_limit_gets_retry_after() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
-    let mut settings = AdmissionSettings::default();
-    settings.user_limits.concurrent = Some(1);
-    let fleet = fleet(&[&engine], settings).await;
+    let limits = UserLimits {
+        concurrent: Some(1),
+        ..UserLimits::default()
+    };
+    let fleet = limited(&engine, limits).await;
     let first = run(&fleet, &chat_of("a", "")).await;
     let mut second = fleet.client().await;
     let answer = second.ask(chat_of("a", "")).await;
@@ -295,10 +309,12 @@ async fn a_user_over_a_limit_gets_retry_after() {
 #[tokio::test]
 async fn requests_per_window_are_bounded() {
     let engine = Engine::always(vec![json("200 OK", USAGE)]).await;
-    let mut settings = AdmissionSettings::default();
-    settings.user_limits.requests = Some(2);
-    settings.user_limits.window_ms = Some(3_600_000);
-    let fleet = fleet(&[&engine], settings).await;
+    let limits = UserLimits {
+        requests: Some(2),
+        window_ms: Some(3_600_000),
+        ..UserLimits::default()
+    };
+    let fleet = limited(&engine, limits).await;
     let mut client = fleet.client().await;
     for _ in 0..2 {
         assert_eq!(client.ask(chat_of("a", "")).await.status, 200);

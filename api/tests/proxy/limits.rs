@@ -5,7 +5,7 @@ use std::time::Duration;
 use api::base::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
 use state::budgets::Budget;
-use state::command::{Charge, Command, Item, UserChanges};
+use state::command::{Charge, Command, Item, UserSettings};
 use state::ids::{AttemptId, ReplicaId};
 use state::prefix::user_key;
 use state::quotas::{UserLimits, WINDOW_MS_MAX};
@@ -202,15 +202,17 @@ async fn an_unserved_path_is_refused_before_its_body() {
 #[tokio::test]
 async fn an_answer_reports_the_users_remaining_limits() {
     let (_engine, fleet) = start(|_| {}).await;
-    fleet.apply(Command::PutUserLimits {
-        name: "ada".to_owned(),
-        limits: UserLimits {
-            requests: Some(2),
-            tokens: Some(1_000_000),
-            window_ms: Some(WINDOW_MS_MAX),
-            ..UserLimits::default()
-        },
-    });
+    let limits = UserLimits {
+        requests: Some(2),
+        tokens: Some(1_000_000),
+        window_ms: Some(WINDOW_MS_MAX),
+        ..UserLimits::default()
+    };
+    let settings = UserSettings {
+        limits: Some(limits),
+        ..UserSettings::default()
+    };
+    fleet.apply(Command::configure_user("ada", settings));
     let ask = async |user: &str| {
         let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n");
         let body = r#"{"model":"m","prompt":"hello"}"#;
@@ -238,13 +240,6 @@ async fn complete(fleet: &Fleet, user: &str) -> Answer {
     fleet.client().await.ask(request).await
 }
 
-fn changes(name: &str) -> UserChanges {
-    UserChanges {
-        name: name.to_owned(),
-        ..UserChanges::default()
-    }
-}
-
 #[tokio::test]
 async fn an_exhausted_budget_holds_on_all_replicas_until_period_end() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
@@ -254,10 +249,11 @@ async fn an_exhausted_budget_holds_on_all_replicas_until_period_end() {
         day: Some(5000),
         month: Some(1_000_000),
     };
-    fleets[0].apply(Command::ConfigureUser(Box::new(UserChanges {
+    let settings = UserSettings {
         budget: Some(budget),
-        ..changes("ada")
-    })));
+        ..UserSettings::default()
+    };
+    fleets[0].apply(Command::configure_user("ada", settings));
     let used = Charge {
         user: user_key(fleets[0].hash_seed(), "ada"),
         input_uncached: 3000,
@@ -300,10 +296,11 @@ async fn an_exhausted_budget_holds_on_all_replicas_until_period_end() {
 async fn a_users_models_apply_to_all_its_keys() {
     let (_engine, fleet) = start(|_| {}).await;
     assert_eq!(complete(&fleet, "ada").await.status, 200);
-    fleet.apply(Command::ConfigureUser(Box::new(UserChanges {
-        models: Some(vec!["other*".to_owned()]),
-        ..changes("ada")
-    })));
+    let settings = UserSettings {
+        models: vec!["other*".to_owned()],
+        ..UserSettings::default()
+    };
+    fleet.apply(Command::configure_user("ada", settings));
     let answer = complete(&fleet, "ada").await;
     answer.refuses(403, "model_not_allowed");
     assert!(answer.body.contains("`other*`"), "{}", answer.body);

@@ -4,7 +4,7 @@ use api::engines::backends::EngineKeys;
 use api::users::isolation::WhenUnsalted;
 use http::HeaderValue;
 use state::caches::CacheScope;
-use state::command::Command;
+use state::command::{Command, UserSettings};
 use state::policy::PolicyConfig;
 
 use super::engine::Engine;
@@ -83,8 +83,11 @@ async fn only_the_picked_engine_counts_as_unsalted() {
         settings.when_unsalted = WhenUnsalted::Serve;
     });
     let fleet = fleet.await;
-    let (user, scope) = (Some("ada".to_owned()), Some(CacheScope::Own));
-    fleet.apply(Command::SetCacheScope { user, scope });
+    let settings = UserSettings {
+        cache: Some(CacheScope::Own),
+        ..UserSettings::default()
+    };
+    fleet.apply(Command::configure_user("ada", settings));
     let picking = InProcessPicker::of(&fleet);
     assert_eq!(told(&fleet, &picking).await.len(), 2);
     assert_eq!(fleet.metrics.unsalted.get(), 1);

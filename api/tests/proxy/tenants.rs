@@ -5,7 +5,7 @@ use api::proxy::ProxySettings;
 use api::users::isolation::WhenUnsalted;
 use serde_json::{Value, json};
 use state::caches::CacheScope;
-use state::command::{BackendSpec, Command};
+use state::command::{BackendSpec, Command, UserSettings};
 
 use super::client::{Answer, chat, post};
 use super::engine::{Engine, json as answer_json};
@@ -34,9 +34,11 @@ async fn fleet(
         ("bob", CacheScope::Group("team".to_owned())),
         ("carl", CacheScope::Group("team".to_owned())),
     ] {
-        let user = Some(user.to_owned());
-        let scope = Some(scope);
-        fleet.apply(Command::SetCacheScope { user, scope });
+        let settings = UserSettings {
+            cache: Some(scope),
+            ..UserSettings::default()
+        };
+        fleet.apply(Command::configure_user(user, settings));
     }
     fleet
 }
@@ -150,8 +152,10 @@ async fn an_isolated_user_is_not_routed_to_unsalted_engines() {
         assert_eq!(ask(&both, "ada", "").await.status, 200);
     }
     assert_eq!((mixing.requests().len(), keeping.requests().len()), (0, 4));
-    let (_, cache) = both.call("GET", "/admin/v1/cache", &json!({})).await;
-    assert_eq!(cache["unsalted_backends"], json!(["e0"]), "{cache}");
+    let (_, shown) = both
+        .call("GET", "/admin/v1/users/defaults", &json!({}))
+        .await;
+    assert_eq!(shown["unsalted_backends"], json!(["e0"]), "{shown}");
 
     let alone = fleet(&[&mixing], &[], |_| {}).await;
     let answer = ask(&alone, "ada", "").await;

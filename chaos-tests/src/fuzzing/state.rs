@@ -12,7 +12,7 @@ use state::caches::CacheScope;
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
 use state::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
-    Rejection, Reply, UserChanges, UserDefaults, UserSpec,
+    Rejection, Reply, UserDefaults, UserSettings,
 };
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{
@@ -193,21 +193,13 @@ fn every_command(state: &RouterState) -> Vec<Command> {
             name: name(),
             draining: true,
         },
-        Command::PutUser(bob(2000)),
+        Command::configure_user("bob", UserSettings::of_weight(2000)),
         Command::PutRouting(RoutingSettings::default()),
         Command::PutAdmission(AdmissionSettings {
             bins: 4,
             ..AdmissionSettings::default()
         }),
-        Command::PutUserLimits {
-            name: "bob".to_owned(),
-            limits: UserLimits {
-                requests: Some(7),
-                tokens: Some(1 << 40),
-                concurrent: Some(2),
-                window_ms: Some(60_000),
-            },
-        },
+        limit_bob(),
         Command::AssignReaders(vec![Assignment {
             backend: handles[0],
             replica: ReplicaId(2),
@@ -248,36 +240,40 @@ fn discovered() -> impl Iterator<Item = Command> {
     })
 }
 
-fn bob(weight_milli: u32) -> UserSpec {
-    UserSpec {
-        name: "bob".to_owned(),
-        weight_milli,
-    }
+fn limit_bob() -> Command {
+    let limits = UserLimits {
+        requests: Some(7),
+        tokens: Some(1 << 40),
+        concurrent: Some(2),
+        window_ms: Some(60_000),
+    };
+    let settings = UserSettings {
+        limits: Some(limits),
+        ..UserSettings::default()
+    };
+    Command::configure_user("bob", settings)
 }
 
 /// Returns operators' changes of a user's settings, with charges in between.
-fn user_commands(backend: BackendRef) -> [Command; 8] {
+fn user_commands(backend: BackendRef) -> [Command; 7] {
+    let bob = UserSettings {
+        weight_milli: Some(1500),
+        limits: Some(UserLimits::default()),
+        budget: Some(Budget {
+            day: Some(700),
+            month: None,
+        }),
+        models: vec!["m*".to_owned()],
+        cache: Some(CacheScope::Own),
+    };
+    let eve = UserSettings {
+        cache: Some(CacheScope::Group("team".to_owned())),
+        ..UserSettings::default()
+    };
     [
-        Command::SetUser {
-            user: bob(500),
-            limits: UserLimits::default(),
-        },
-        Command::ConfigureUser(Box::new(UserChanges {
-            name: "bob".to_owned(),
-            weight_milli: Some(1500),
-            limits: Some(UserLimits::default()),
-            budget: Some(Budget {
-                day: Some(700),
-                month: None,
-            }),
-            models: Some(vec!["m*".to_owned()]),
-            cache: Some(Some(CacheScope::Own)),
-        })),
+        Command::configure_user("bob", bob),
         learnt(backend),
-        Command::SetCacheScope {
-            user: Some("eve".to_owned()),
-            scope: Some(CacheScope::Group("team".to_owned())),
-        },
+        Command::configure_user("eve", eve),
         Command::PutUserDefaults(Box::new(UserDefaults {
             weight_milli: 700,
             limits: UserLimits {

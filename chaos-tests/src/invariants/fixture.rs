@@ -6,7 +6,7 @@ use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
 use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Founding, Item, Lane,
-    LeaseOutcome as Ending, Origin, Reply, UserSpec,
+    LeaseOutcome as Ending, Origin, Reply, UserSettings,
 };
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId};
 use state::kv_events::{KvMode, KvPosition};
@@ -87,9 +87,8 @@ impl RecordBuilder {
     pub(crate) fn lively() -> Self {
         let mut story = Self::begun();
         story.write(1, put("a", 1));
-        let weight_milli = 500;
-        let name = "ann".to_owned();
-        story.write(1, Command::PutUser(UserSpec { name, weight_milli }));
+        let settings = UserSettings::of_weight(500);
+        story.write(1, Command::configure_user("ann", settings));
         let backend = story.backend("a");
         let acquire = |attempt: u32, blocks: &[u64]| Item::Acquire {
             attempt,
@@ -228,7 +227,7 @@ impl RecordBuilder {
         let keys = [
             RegisterKey::Backend("a".to_owned()),
             RegisterKey::Policy,
-            RegisterKey::Weight("ann".to_owned()),
+            RegisterKey::User("ann".to_owned()),
         ];
         StateImage::of(&self.state, &keys)
     }

@@ -216,7 +216,7 @@ impl ImageComparison<'_> {
             let user = model.users.users.get(key);
             // The budget is compared by today's usage.
             let budget = is.map(|it| it.budget).unwrap_or_default();
-            let must = user.map(|user| image_of(user, budget));
+            let must = user.map(|user| image_of(user, model.users.weight_milli(user), budget));
             self.same(StatePart::Users, &format!("user {key}"), &is, &must);
             let today = budget.left(BudgetPeriod::Day, model.users.stamp_ms, 0);
             let is = today.map(|left| (left.used, left.limit));
@@ -302,10 +302,10 @@ impl ImageComparison<'_> {
     }
 }
 
-fn image_of(user: &ModelUser, budget: BudgetStatus) -> UserImage {
+fn image_of(user: &ModelUser, weight_milli: u32, budget: BudgetStatus) -> UserImage {
     UserImage {
         counter_milli_tokens: user.counter(),
-        weight_milli: user.weight_milli,
+        weight_milli,
         total: user.total,
         in_flight: user.in_flight.values().sum(),
         waiting: user.waiting.values().sum(),

@@ -7,12 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use state::RouterState;
-use state::admission::AdmissionSettings;
-use state::command::{Command, Rejection, Reply, UserChanges, UserDefaults, UserSpec};
+use state::command::{Command, Rejection, Reply, UserSettings};
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::ApiKeyId;
 use state::keys::ApiKeySpec;
-use state::quotas::UserLimits;
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,18 +21,12 @@ pub enum RegisterKey {
     Policy,
     /// Routing settings other than the policy.
     Routing,
-    /// Admission settings other than the limits of all users.
+    /// Admission settings.
     Admission,
-    /// Limits of users without limits of their own.
-    DefaultLimits,
-    /// Weight and budget of users without their own, once these are set.
+    /// Defaults of users.
     UserDefaults,
-    /// A user's weight.
-    Weight(String),
-    /// A user's limits.
-    Limits(String),
-    /// A user's budget.
-    Budget(String),
+    /// Settings of a user.
+    User(String),
     /// An API key without its secrets.
     ApiKey(ApiKeyId),
 }
@@ -76,44 +68,28 @@ impl RegisterKey {
     #[must_use]
     pub fn all_of(command: &Command) -> Vec<Self> {
         vec![match command {
-            Command::SetUser {
-                user: UserSpec { name, .. },
-                ..
-            } => return vec![Self::Weight(name.clone()), Self::Limits(name.clone())],
-            Command::DeleteUser { name } => {
-                let keys = [Self::Weight, Self::Limits, Self::Budget];
-                return keys.map(|key| key(name.clone())).into();
+            Command::ConfigureUser { name, .. } | Command::DeleteUser { name } => {
+                Self::User(name.clone())
             }
             Command::CreateKey(spec) => Self::ApiKey(spec.id),
             Command::RevokeKey { id } => Self::ApiKey(*id),
-            Command::ConfigureUser(changes) => {
-                let weight = changes
-                    .weight_milli
-                    .map(|_| Self::Weight(changes.name.clone()));
-                let limits = changes.limits.map(|_| Self::Limits(changes.name.clone()));
-                let budget = changes.budget.map(|_| Self::Budget(changes.name.clone()));
-                return weight.into_iter().chain(limits).chain(budget).collect();
-            }
             Command::Found(_) => {
                 return vec![
                     Self::Policy,
                     Self::Routing,
                     Self::Admission,
-                    Self::DefaultLimits,
                     Self::UserDefaults,
                 ];
             }
-            Command::PutUserDefaults(_) => return vec![Self::UserDefaults, Self::DefaultLimits],
+            Command::PutUserDefaults(_) => Self::UserDefaults,
             Command::PutBackend(spec) => Self::Backend(spec.id.clone()),
             Command::Discover(discovery) => Self::Backend(discovery.change.backend().to_owned()),
             Command::DeleteBackend { name } | Command::SetDraining { name, .. } => {
                 Self::Backend(name.clone())
             }
-            Command::PutUser(spec) => Self::Weight(spec.name.clone()),
             Command::PutPolicy(_) => Self::Policy,
             Command::PutRouting(_) => Self::Routing,
-            Command::PutAdmission(_) => return vec![Self::DefaultLimits, Self::Admission],
-            Command::PutUserLimits { name, .. } => Self::Limits(name.clone()),
+            Command::PutAdmission(_) => Self::Admission,
             Command::Batch { .. }
             | Command::ExpireSession { .. }
             | Command::AssignReaders(_)
@@ -123,7 +99,6 @@ impl RegisterKey {
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
             | Command::RotateKey { .. }
-            | Command::SetCacheScope { .. }
             | Command::SetRanks { .. } => return Vec::new(),
         }]
     }
@@ -132,39 +107,17 @@ impl RegisterKey {
     #[must_use]
     pub fn value_in(&self, state: &RouterState) -> RegisterText {
         let view = state.view();
+        let registry = view.registry();
+        let founded = |text: String| registry.initialised.then_some(text);
         match self {
             Self::Backend(name) => state
                 .backend(name)
                 .map(|it| backend(&format!("{:?}", it.spec), it.draining)),
-            Self::Policy => {
-                let registry = view.registry();
-                registry
-                    .initialised
-                    .then(|| format!("{:?}", registry.policy))
-            }
-            Self::Routing => view.registry().routing.as_ref().map(|it| format!("{it:?}")),
-            Self::Admission => view.registry().admission.as_ref().map(admission),
-            Self::DefaultLimits => {
-                let limits = view.registry().user_defaults.limits;
-                (!limits.is_unbounded()).then(|| format!("{limits:?}"))
-            }
-            Self::UserDefaults => {
-                let registry = view.registry();
-                let is_set = registry.are_user_defaults_set;
-                is_set.then(|| user_defaults(&registry.user_defaults))
-            }
-            Self::Weight(name) => state
-                .user_named(name)
-                .filter(|user| user.is_configured)
-                .map(|user| user.weight_milli.to_string()),
-            Self::Limits(name) => state
-                .user_named(name)?
-                .limits
-                .map(|limits| format!("{limits:?}")),
-            Self::Budget(name) => {
-                let budget = state.user_named(name)?.own_budget?;
-                Some(format!("{budget:?}"))
-            }
+            Self::Policy => founded(format!("{:?}", registry.policy)),
+            Self::Routing => founded(format!("{:?}", registry.routing)),
+            Self::Admission => founded(format!("{:?}", registry.admission)),
+            Self::UserDefaults => founded(format!("{:?}", registry.user_defaults)),
+            Self::User(name) => user(&state.user_named(name)?.own),
             Self::ApiKey(id) => view.keys().get(*id).map(|key| format!("{:?}", key.spec)),
         }
     }
@@ -180,11 +133,8 @@ impl Registers {
             RegisterKey::Policy
             | RegisterKey::Routing
             | RegisterKey::Admission
-            | RegisterKey::DefaultLimits
             | RegisterKey::UserDefaults
-            | RegisterKey::Weight(_)
-            | RegisterKey::Limits(_)
-            | RegisterKey::Budget(_)
+            | RegisterKey::User(_)
             | RegisterKey::ApiKey(_) => register.text.clone(),
         })
     }
@@ -200,24 +150,6 @@ impl Registers {
         if let Err(reject) = validate(command) {
             return Reply::Rejected(reject);
         }
-        if let Command::SetUser { user, limits } = command {
-            self.write(&Command::PutUser(user.clone()));
-            let (name, limits) = (user.name.clone(), *limits);
-            return self.write(&Command::PutUserLimits { name, limits });
-        }
-        if let Command::ConfigureUser(changes) = command {
-            for part in parts_of(changes) {
-                self.write(&part);
-            }
-            self.budget(changes);
-            return Reply::Applied;
-        }
-        if let Command::DeleteUser { .. } = command {
-            for key in RegisterKey::all_of(command) {
-                self.held.remove(&key);
-            }
-            return Reply::Applied;
-        }
         if let Command::Found(founding) = command {
             if self.held.contains_key(&RegisterKey::Policy) {
                 return Reply::Rejected(Rejection::AlreadyInitialised);
@@ -229,15 +161,6 @@ impl Registers {
             return self.write(&Command::PutUserDefaults(defaults));
         }
         match command {
-            Command::PutAdmission(settings) => {
-                self.set(RegisterKey::Admission, admission(settings));
-                self.limit_all(&settings.user_limits)
-            }
-            Command::PutUserDefaults(defaults) => {
-                self.default_admission(defaults);
-                self.set(RegisterKey::UserDefaults, user_defaults(defaults));
-                self.limit_all(&defaults.limits)
-            }
             Command::CreateKey(spec) => self.create_key(spec),
             // A rotation changes only secrets.
             Command::RotateKey { id, .. } => {
@@ -286,14 +209,21 @@ impl Registers {
                 }
                 return Reply::Applied;
             }
-            Command::PutUser(spec) => spec.weight_milli.to_string(),
             Command::PutPolicy(policy) => format!("{policy:?}"),
             Command::PutRouting(settings) => format!("{settings:?}"),
-            Command::PutUserLimits { limits, .. } if limits.is_unbounded() => {
+            Command::PutAdmission(settings) => format!("{settings:?}"),
+            Command::PutUserDefaults(defaults) => format!("{defaults:?}"),
+            Command::ConfigureUser { settings, .. } => match user(settings) {
+                Some(text) => text,
+                None => {
+                    self.held.remove(&key);
+                    return Reply::Applied;
+                }
+            },
+            Command::DeleteUser { .. } => {
                 self.held.remove(&key);
                 return Reply::Applied;
             }
-            Command::PutUserLimits { limits, .. } => format!("{limits:?}"),
             // These commands write no key.
             _ => return Reply::Applied,
         };
@@ -366,46 +296,11 @@ impl Registers {
         Reply::Applied
     }
 
-    fn set(&mut self, key: RegisterKey, text: String) {
-        let draining = false;
-        self.held.insert(key, Register::new(text, draining));
-    }
-
-    fn limit_all(&mut self, limits: &UserLimits) -> Reply {
-        match limits.is_unbounded() {
-            true => drop(self.held.remove(&RegisterKey::DefaultLimits)),
-            false => self.set(RegisterKey::DefaultLimits, format!("{limits:?}")),
-        }
-        Reply::Applied
-    }
-
-    /// Creates admission settings if there are none and `defaults` set the limits of all users,
-    /// which are a part of them.
-    fn default_admission(&mut self, defaults: &UserDefaults) {
-        let key = RegisterKey::Admission;
-        if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
-            self.set(key, admission(&AdmissionSettings::default()));
-        }
-    }
-
     fn revoke_key(&mut self, id: ApiKeyId) -> Reply {
         match self.held.remove(&RegisterKey::ApiKey(id)) {
             Some(_) => Reply::Applied,
             None => Reply::Rejected(Rejection::UnknownKey { id }),
         }
-    }
-
-    fn budget(&mut self, changes: &UserChanges) {
-        let Some(budget) = changes.budget else {
-            return;
-        };
-        let key = RegisterKey::Budget(changes.name.clone());
-        if budget.is_unbounded() {
-            self.held.remove(&key);
-            return;
-        }
-        let (text, draining) = (format!("{budget:?}"), false);
-        self.held.insert(key, Register::new(text, draining));
     }
 }
 
@@ -414,36 +309,23 @@ fn validate(command: &Command) -> Result<(), Rejection> {
     match command {
         Command::PutBackend(spec) => spec.validate(),
         Command::Discover(discovery) => discovery.validate(),
-        Command::PutUser(spec) => spec.validate(),
         Command::PutPolicy(policy) => policy.validate(),
         Command::PutRouting(settings) => settings.validate(),
         Command::PutAdmission(settings) => settings.validate(),
-        Command::PutUserLimits { limits, .. } => limits.validate(),
-        Command::SetUser { user, limits } => user.validate().and_then(|()| limits.validate()),
-        Command::ConfigureUser(changes) => changes.validate(),
+        Command::ConfigureUser { settings, .. } => settings.validate(),
         Command::PutUserDefaults(defaults) => defaults.validate(),
         Command::Found(founding) => founding.validate(),
-        Command::SetCacheScope {
-            scope: Some(scope), ..
-        } => scope.validate(),
         _ => Ok(()),
     }
 }
 
-/// Formats admission settings as a register's text, without the limits of all users.
-pub(super) fn admission(settings: &AdmissionSettings) -> String {
-    let user_limits = UserLimits::default();
-    let settings = AdmissionSettings {
-        user_limits,
-        ..settings.clone()
-    };
-    format!("{settings:?}")
-}
-
-/// Formats user defaults as a register's text, without limits and cache scope, which other commands
-/// also set.
-pub(super) fn user_defaults(defaults: &UserDefaults) -> String {
-    format!("{}, {:?}", defaults.weight_milli, defaults.budget)
+/// Formats the settings of a user as a register's text; `None` if nothing is set. Limits and budgets
+/// without any bound count as not set.
+pub(super) fn user(settings: &UserSettings) -> RegisterText {
+    let mut settings = settings.clone();
+    settings.limits = settings.limits.filter(|limits| !limits.is_unbounded());
+    settings.budget = settings.budget.filter(|budget| !budget.is_unbounded());
+    (settings != UserSettings::default()).then(|| format!("{settings:?}"))
 }
 
 fn backend(spec: &str, draining: bool) -> String {
@@ -454,20 +336,4 @@ fn unknown(name: &str) -> Reply {
     Reply::Rejected(Rejection::UnknownBackend {
         name: name.to_owned(),
     })
-}
-
-/// Splits changes of a user into commands that write single registers.
-pub(super) fn parts_of(changes: &UserChanges) -> Vec<Command> {
-    let name = || changes.name.clone();
-    let weight = changes.weight_milli.map(|weight_milli| {
-        Command::PutUser(UserSpec {
-            name: name(),
-            weight_milli,
-        })
-    });
-    let limits = changes.limits.map(|limits| Command::PutUserLimits {
-        name: name(),
-        limits,
-    });
-    weight.into_iter().chain(limits).collect()
 }

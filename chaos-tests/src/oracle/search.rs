@@ -19,10 +19,9 @@ use std::rc::Rc;
 use stateright::semantics::{ConsistencyTester, LinearizabilityTester, SequentialSpec};
 
 use super::history::{Action, History, Operation, OperationResult};
-use super::register::{RegisterKey, RegisterText, admission, parts_of, user_defaults};
+use super::register::{RegisterKey, RegisterText, user};
 use state::command::{Command, Rejection, Reply};
 use state::discovery::DiscoveryChange;
-use state::quotas::UserLimits;
 
 /// Maximum number of operations that are searched in one piece.
 pub const OPERATIONS_MAX: usize = 48;
@@ -59,7 +58,7 @@ pub fn check(
         let mut texts = Texts::default();
         let mut holds = texts.held(&first(&key));
         let mut unknown: Vec<SearchStep> = Vec::new();
-        for piece in pieces(&key, &operations, &mut texts) {
+        for piece in pieces(&operations, &mut texts) {
             let verdict = piece.search(holds, &unknown, &mut tally);
             if verdict == Some(false) {
                 let told: Vec<String> = operations.iter().map(|it| format!("  {it:?}")).collect();
@@ -184,15 +183,8 @@ impl Texts {
         Some((self.number(value), false))
     }
 
-    fn limits(&mut self, limits: &UserLimits) -> RegisterOp {
-        match limits.is_unbounded() {
-            true => RegisterOp::Clear,
-            false => RegisterOp::Set(self.number(&format!("{limits:?}"))),
-        }
-    }
-
-    /// Returns the operation on `key` that an action performs.
-    fn op(&mut self, key: &RegisterKey, action: &Action) -> RegisterOp {
+    /// Returns the operation that an action performs on its key.
+    fn op(&mut self, action: &Action) -> RegisterOp {
         let Action::Write(command) = action else {
             return RegisterOp::Read;
         };
@@ -205,36 +197,18 @@ impl Texts {
             },
             Command::DeleteBackend { .. } => RegisterOp::Remove,
             Command::SetDraining { draining, .. } => RegisterOp::Drain(*draining),
-            Command::PutUser(spec) => RegisterOp::Set(self.number(&spec.weight_milli.to_string())),
             Command::PutPolicy(policy) => RegisterOp::Set(self.number(&format!("{policy:?}"))),
             Command::PutRouting(settings) => RegisterOp::Set(self.number(&format!("{settings:?}"))),
-            Command::PutAdmission(settings) if *key == RegisterKey::Admission => {
-                RegisterOp::Set(self.number(&admission(settings)))
-            }
-            Command::PutAdmission(settings) => self.limits(&settings.user_limits),
-            Command::PutUserDefaults(defaults) if *key == RegisterKey::DefaultLimits => {
-                self.limits(&defaults.limits)
+            Command::PutAdmission(settings) => {
+                RegisterOp::Set(self.number(&format!("{settings:?}")))
             }
             Command::PutUserDefaults(defaults) => {
-                RegisterOp::Set(self.number(&user_defaults(defaults)))
+                RegisterOp::Set(self.number(&format!("{defaults:?}")))
             }
-            Command::SetUser { user, .. } if matches!(key, RegisterKey::Weight(_)) => {
-                RegisterOp::Set(self.number(&user.weight_milli.to_string()))
-            }
-            Command::PutUserLimits { limits, .. } | Command::SetUser { limits, .. } => {
-                self.limits(limits)
-            }
-            Command::ConfigureUser(changes) => {
-                let mut parts = parts_of(changes).into_iter();
-                let part = parts.find(|part| RegisterKey::all_of(part).contains(key));
-                match (part, changes.budget) {
-                    (Some(part), _) => self.op(key, &Action::Write(part)),
-                    (None, Some(budget)) if !budget.is_unbounded() => {
-                        RegisterOp::Set(self.number(&format!("{budget:?}")))
-                    }
-                    (None, _) => RegisterOp::Clear,
-                }
-            }
+            Command::ConfigureUser { settings, .. } => match user(settings) {
+                Some(text) => RegisterOp::Set(self.number(&text)),
+                None => RegisterOp::Clear,
+            },
             Command::DeleteUser { .. } => RegisterOp::Clear,
             // The command writes no key, and none is queried here.
             _ => RegisterOp::Read,
@@ -381,11 +355,11 @@ fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
 }
 
 /// Cuts a key's history after each read that overlaps no operation of known outcome.
-fn pieces(key: &RegisterKey, operations: &[&Operation], texts: &mut Texts) -> Vec<KeyHistoryPart> {
+fn pieces(operations: &[&Operation], texts: &mut Texts) -> Vec<KeyHistoryPart> {
     let mut pieces = vec![KeyHistoryPart::default()];
     let mut latest_us = 0;
     for (at, operation) in operations.iter().enumerate() {
-        let op = texts.op(key, &operation.action);
+        let op = texts.op(&operation.action);
         let Some(answer) = answer(&operation.outcome, texts) else {
             continue;
         };

@@ -116,7 +116,7 @@ fn founding(config: &Config, (hash_seed, hash_secret): (u64, HashSecret)) -> Com
         fairness: FairnessSettings::default(),
         routing: config.routing.clone(),
         admission: config.admission.founding.clone(),
-        user_defaults: config.user_defaults.clone(),
+        user_defaults: config.users.defaults.clone(),
     })
 }
 

@@ -402,7 +402,7 @@ mod tests {
 
     use api::base::clock::Clock;
     use raft::{Formation, MemoryDisk, PeerHandler, Peers, ReplicaOptions, Storage};
-    use state::command::{Founding, UserSpec};
+    use state::command::{Founding, UserSettings};
     use tokio::net::TcpListener;
 
     use super::*;
@@ -528,10 +528,7 @@ mod tests {
         port.propose(batch(2)).await.unwrap();
         now_ms.store(NOW_MS, Ordering::Relaxed);
         port.clocks.turn();
-        let put = Command::PutUser(UserSpec {
-            name: "ada".to_owned(),
-            weight_milli: 1000,
-        });
+        let put = Command::configure_user("ada", UserSettings::of_weight(1000));
         assert_eq!(port.submit(put).await.unwrap().reply, Reply::Applied);
         port.replica.shutdown().await;
     }
@@ -562,12 +559,7 @@ mod tests {
     async fn admin_commands_continue_after_a_newer_session_of_this_id() {
         let folder = tempfile::tempdir().unwrap();
         let port = port(folder.path()).await;
-        let put = || {
-            Command::PutUser(UserSpec {
-                name: "ada".to_owned(),
-                weight_milli: 1000,
-            })
-        };
+        let put = || Command::configure_user("ada", UserSettings::of_weight(1000));
         assert_eq!(port.submit(put()).await.unwrap().reply, Reply::Applied);
 
         // Another process under the same id.

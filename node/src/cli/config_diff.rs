@@ -272,7 +272,7 @@ fn path_of(key: &SettingKey) -> String {
             "/admin/v1/routing".to_owned()
         }
         SettingKey::Admission(_) => "/admin/v1/admission".to_owned(),
-        SettingKey::UserDefault(_) => "/admin/v1/user-defaults".to_owned(),
+        SettingKey::UserDefault(_) => "/admin/v1/users/defaults".to_owned(),
         SettingKey::Backend { id, .. } => format!("/admin/v1/backends/{id}"),
     }
 }
@@ -338,14 +338,7 @@ fn overlay(body: &mut Value, difference: &Difference, stated: &SettingValues) {
         SettingKey::ModelSetting { model, name, .. } => {
             body["models"][model.as_str()][name.as_str()] = file;
         }
-        SettingKey::Admission(path) => set_at(body, path, file),
-        SettingKey::UserDefault(path) => {
-            if path == "cache" && file == "shared" {
-                // No cache group.
-                body["cache_group"] = Value::Null;
-            }
-            set_at(body, path, file);
-        }
+        SettingKey::Admission(path) | SettingKey::UserDefault(path) => set_at(body, path, file),
     }
 }
 

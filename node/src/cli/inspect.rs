@@ -140,7 +140,7 @@ fn shown(state: &RouterState) -> Value {
             "counter_milli_tokens": user.counter_milli_tokens,
             "in_flight": user.in_flight,
             "waiting": user.waiting,
-            "limits": user.limits,
+            "config": user.own,
             "left": user.left,
             "total": user.total,
         })

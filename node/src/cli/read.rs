@@ -27,7 +27,7 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
     let readiness = args.target.readiness().await?;
-    let cache = args.target.get("/admin/v1/cache").await?;
+    let defaults = args.target.get("/admin/v1/users/defaults").await?;
     let discovery = args.target.get("/admin/v1/discovery").await?;
     let code = match readiness["status"].as_str() {
         Some("ready" | "degraded") => ExitCode::SUCCESS,
@@ -35,8 +35,8 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
     };
     if args.json {
         let all = json!({
-            "cluster": cluster, "digest": digest, "readiness": readiness, "cache": cache,
-            "discovery": discovery,
+            "cluster": cluster, "digest": digest, "readiness": readiness,
+            "user_defaults": defaults, "discovery": discovery,
         });
         return Ok((json_text(&all)?, code));
     }
@@ -79,7 +79,7 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
         ),
     ];
     let mut lines = Vec::from(lines);
-    lines.extend(unsalted(&cache).into_iter().chain(sources(&discovery)));
+    lines.extend(unsalted(&defaults).into_iter().chain(sources(&discovery)));
     let has_members = cluster["members"]
         .as_object()
         .is_some_and(|it| !it.is_empty());
@@ -99,9 +99,10 @@ fn hashing(cluster: &Value) -> &'static str {
 }
 
 /// Lists the engines that do not isolate users' caches, if users may be isolated.
-fn unsalted(cache: &Value) -> Option<String> {
-    let backends = cache["unsalted_backends"].as_array()?;
-    let is_asked = cache["cache"] == "isolated" || cache["users"].as_u64() > Some(0);
+fn unsalted(defaults: &Value) -> Option<String> {
+    let backends = defaults["unsalted_backends"].as_array()?;
+    let is_asked = defaults["config"]["cache"] != "shared"
+        || defaults["users_with_own_cache"].as_u64() > Some(0);
     if backends.is_empty() || !is_asked {
         return None;
     }
@@ -349,11 +350,11 @@ mod tests {
 
     #[test]
     fn unsalted_engines_are_named_if_isolation_needs_salts() {
-        let cache = |cache: &str, users: u64, backends: Value| json!({ "cache": cache, "users": users, "unsalted_backends": backends });
+        let cache = |cache: &str, users: u64, backends: Value| json!({ "config": { "cache": cache }, "users_with_own_cache": users, "unsalted_backends": backends });
         let all = || json!(["a", "b"]);
         assert_eq!(unsalted(&cache("shared", 0, all())), None);
         assert_eq!(unsalted(&cache("isolated", 0, json!([]))), None);
-        for cache in [cache("isolated", 0, all()), cache("shared", 1, all())] {
+        for cache in [cache("group:a", 0, all()), cache("shared", 1, all())] {
             let told = unsalted(&cache).unwrap();
             assert!(told.starts_with("unsalted a, b: "), "{told}");
         }

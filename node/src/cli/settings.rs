@@ -16,7 +16,7 @@ use super::read::{ReadArgs, details, print_json};
 
 const ROUTING: &str = "/admin/v1/routing";
 const ADMISSION: &str = "/admin/v1/admission";
-const USER_DEFAULTS: &str = "/admin/v1/user-defaults";
+const USER_DEFAULTS: &str = "/admin/v1/users/defaults";
 
 /// Operations on the cluster's settings.
 #[derive(Debug, Subcommand)]

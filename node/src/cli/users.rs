@@ -10,7 +10,7 @@ use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::encoded;
-use super::edit::{WriteArgs, document};
+use super::edit::{WriteArgs, document, put};
 use super::read::{ReadArgs, details, json_text, limits, print_json, thousandths};
 use super::settings::{self, DefaultsCommand};
 use super::table::cell;
@@ -98,15 +98,12 @@ struct SetUserArgs {
     /// Let the user use all models
     #[arg(long, conflicts_with = "models")]
     all_models: bool,
-    /// Whether the user shares cached blocks with others; `default`: as users without their own
-    /// setting
-    #[arg(long, value_parser = ["default", "shared", "isolated"])]
+    /// Whether the user shares cached blocks with others: `shared`, `isolated`, or `group:NAME` to
+    /// share them within a group; `default`: as users without their own setting
+    #[arg(long, value_name = "SCOPE")]
     cache: Option<String>,
-    /// Share the user's cached blocks only within this group
-    #[arg(long, value_name = "GROUP")]
-    cache_group: Option<String>,
     /// Read all settings from this file, as `user show --json` prints them; `-` is stdin
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits", "budget", "no_budget", "models", "all_models", "cache", "cache_group"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits", "budget", "no_budget", "models", "all_models", "cache"])]
     file: Option<PathBuf>,
     #[command(flatten)]
     write: WriteArgs,
@@ -158,7 +155,11 @@ pub(super) async fn run(args: UserArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn path_of(name: &str) -> String {
-    format!("/admin/v1/users/{}", encoded(name))
+    match name {
+        // Unencoded, it is the path of the defaults of users.
+        "defaults" => "/admin/v1/users/%64efaults".to_owned(),
+        name => format!("/admin/v1/users/{}", encoded(name)),
+    }
 }
 
 /// Lists users, highest usage first.
@@ -217,8 +218,9 @@ async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
         }
         None => {
             // Reports wrong flags before any request is sent.
-            args.changes(&Value::Null)?;
-            target.edit(&path, |present| args.changes(&present)).await?
+            args.changes(Value::Null)?;
+            let change = |mut user: Value| args.changes(user["config"].take());
+            target.edit(&path, change).await?
         }
     };
     args.write
@@ -226,55 +228,44 @@ async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
 }
 
 impl SetUserArgs {
-    /// Returns the fields of a user that the flags change. Limits and budget are replaced as a
-    /// whole, so the result includes their current values.
-    fn changes(&self, user: &Value) -> anyhow::Result<Value> {
-        let mut body = json!({});
-        if let Some(weight) = self.weight {
-            body["weight_milli"] = json!(weight);
-        }
-        let limits = [
-            ("requests", json!(self.requests)),
-            ("tokens", json!(self.tokens)),
-            ("concurrent", json!(self.concurrent)),
-            ("window", json!(self.window)),
+    /// Returns `settings`, those of the user, as changed by the flags.
+    fn changes(&self, settings: Value) -> anyhow::Result<Value> {
+        let mut changed = match settings {
+            Value::Null => json!({}),
+            settings => settings,
+        };
+        let given = [
+            ("weight_milli", json!(self.weight)),
+            ("limits.requests", json!(self.requests)),
+            ("limits.tokens", json!(self.tokens)),
+            ("limits.concurrent", json!(self.concurrent)),
+            ("limits.window", json!(self.window)),
+            ("budget.day", json!(self.budget_day)),
+            ("budget.month", json!(self.budget_month)),
+            ("cache", json!(self.cache)),
         ];
-        let budget = [
-            ("day", json!(self.budget_day)),
-            ("month", json!(self.budget_month)),
+        let given = given.into_iter().filter(|(_, value)| !value.is_null());
+        let models = json!(self.models);
+        let models = (!self.models.is_empty()).then_some(("models", models));
+        let mut is_any = false;
+        for (path, value) in given.chain(models) {
+            is_any = true;
+            put(&mut changed, path, value);
+        }
+        let removed = [
+            ("limits", self.no_limits),
+            ("budget", self.no_budget),
+            ("models", self.all_models),
+            ("cache", self.cache.as_deref() == Some("default")),
         ];
-        for (field, bounds, is_removed) in [
-            ("limits", &limits[..], self.no_limits),
-            ("budget", &budget[..], self.no_budget),
-        ] {
-            let given = bounds.iter().filter(|(_, bound)| !bound.is_null());
-            let given: Vec<_> = given.collect();
-            if !given.is_empty() {
-                let mut present = match &user[field] {
-                    Value::Null => json!({}),
-                    present => present.clone(),
-                };
-                for (name, bound) in given {
-                    present[name] = bound.clone();
-                }
-                body[field] = present;
-            } else if is_removed {
-                body[field] = json!({});
-            }
+        for (name, _) in removed.into_iter().filter(|(_, is_removed)| *is_removed) {
+            is_any = true;
+            changed[name] = Value::Null;
         }
-        if !self.models.is_empty() || self.all_models {
-            body["models"] = json!(self.models);
-        }
-        if let Some(cache) = &self.cache {
-            body["cache"] = json!(cache);
-        }
-        if let Some(group) = &self.cache_group {
-            body["cache_group"] = json!(group);
-        }
-        if body == json!({}) {
+        if !is_any {
             bail!("nothing to set: give a weight, a limit, a budget, models, a cache or a file");
         }
-        Ok(body)
+        Ok(changed)
     }
 }
 

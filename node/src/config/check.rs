@@ -3,7 +3,7 @@
 
 use admin::AdminTokens;
 use api::proxy::ApiKeys;
-use api::settings::{FileSettings, UserDefaultsForm};
+use api::settings::{FileSettings, misfit};
 use state::command::UserDefaults;
 use state::ids::ReplicaId;
 
@@ -36,7 +36,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let engine_keys = engines::keys(&file, found);
     let server_names = engines::server_names(&file, found);
     let engine_addresses = engines::check_addresses(&file, found);
-    let user_defaults = user_defaults(&file.users.defaults, found);
+    check_user_defaults(&file.users.defaults, found);
     let policies = file.routing.policies.clone().policies();
     routing::check_policies(&policies, found);
     Config {
@@ -51,7 +51,6 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         engine_addresses,
         api_keys,
         admin_tokens,
-        user_defaults,
         secret_files: engines::secret_files(&file),
         policy: routing::named(&policies, &file.routing.policy),
         routing: routing::settings(&file, &policies, found),
@@ -190,12 +189,11 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
     }
 }
 
-/// Returns the defaults of users in a new cluster.
-fn user_defaults(form: &UserDefaultsForm, found: &mut Settings) -> UserDefaults {
-    if let Some(fault) = form.misfit()
+/// Checks the defaults of users in a new cluster.
+fn check_user_defaults(defaults: &UserDefaults, found: &mut Settings) {
+    if let Some(fault) = misfit(defaults, defaults.validate())
         && found.is_sound("users.defaults")
     {
         found.refuse_value(&format!("users.defaults.{}", fault.key), &fault.expected);
     }
-    form.settings()
 }

@@ -63,7 +63,7 @@ pub(super) fn file_settings(
         policy: &config.policy,
         routing: &config.routing,
         admission: &config.admission.founding,
-        user_defaults: &config.user_defaults,
+        user_defaults: &config.users.defaults,
     };
     let founding = founding.values(config.backends.iter());
     let is_stated = |key: &SettingKey| {

@@ -46,7 +46,7 @@ use api::proxy::ApiKeys;
 use api::routing::SelectSettings;
 use api::settings::FileSettings;
 use serde_json::Value;
-use state::command::{BackendSpec, UserDefaults};
+use state::command::BackendSpec;
 use state::ids::ReplicaId;
 use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 
@@ -104,8 +104,6 @@ pub struct Config {
     pub admin_tokens: Option<AdminTokens>,
     /// Files that contain keys.
     pub secret_files: Vec<PathBuf>,
-    /// What users of a new cluster have who were not given their own.
-    pub user_defaults: UserDefaults,
     /// Values of the replicated settings as configured, which `quorate config diff` compares with the
     /// cluster's.
     pub file: FileSettings,

@@ -8,11 +8,11 @@ use api::proxy::{
     Charges, Expose, IdentifyBy, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS,
     STRIPPED_HEADERS, UsageRequest,
 };
-use api::settings::UserDefaultsForm;
 use api::users::isolation::WhenUnsalted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
+use state::command::UserDefaults;
 
 use super::form::{
     As, AsList, AsOption, EngineRule, EngineUrl, HostName, Identity, LogFilter, Origin, PlainName,
@@ -130,7 +130,7 @@ pub struct UsersConfig {
     /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).
     pub expose: Expose,
     /// Defaults of users.
-    pub defaults: UserDefaultsForm,
+    pub defaults: UserDefaults,
 }
 
 /// Keys of `[usage]`: whether engines are asked to report the usage of streams.

@@ -114,7 +114,7 @@ fn writes_are_audited() {
     assert!(lines.next().unwrap().contains("action"), "{writes}");
     // The newest entry comes first. Writes through this replica have an address.
     let newest = lines.next().unwrap();
-    for part in ["put-user", "ada", "127.0.0.1"] {
+    for part in ["configure-user", "ada", "127.0.0.1"] {
         assert!(newest.contains(part), "{writes}");
     }
     assert!(writes.contains("found-cluster"), "{writes}");
@@ -168,15 +168,28 @@ fn policies_admission_and_users_can_be_set() {
 
     operator.done("user set ada --weight 1.5 --requests 5");
     operator.done("user set ada --window 1m");
-    let ada = operator.json("user show ada");
-    assert_eq!(ada["weight_milli"], 1500);
+    operator.done("user set ada --cache group:team");
+    let ada = operator.json("user show ada")["config"].clone();
+    assert_eq!(
+        (&ada["weight_milli"], &ada["cache"]),
+        (&json!(1500), &json!("group:team"))
+    );
     assert_eq!(
         (&ada["limits"]["requests"], &ada["limits"]["window"]),
         (&json!(5), &json!("1m"))
     );
     operator.done("user forgive ada");
-    operator.done("user set ada --no-limits");
-    assert_eq!(operator.json("user show ada")["limits"], Value::Null);
+    operator.done("user set ada --no-limits --cache default");
+    let ada = operator.json("user show ada")["config"].clone();
+    assert_eq!(ada, json!({ "weight_milli": 1500 }));
+    operator.done("user set defaults --weight 3");
+    assert_eq!(operator.json("user show defaults")["name"], "defaults");
+    operator.done("user defaults set cache=isolated");
+    let defaults = operator.json("user defaults get")["config"].clone();
+    assert_eq!(
+        (&defaults["weight_milli"], &defaults["cache"]),
+        (&json!(1000), &json!("isolated"))
+    );
     operator.done("user delete ada");
     operator.refused("user show ada");
     operator.refused("user set ada");
@@ -205,7 +218,6 @@ fn shown_settings_can_be_written_back() {
         let after = operator.json(shown);
         let settings = [
             "config",
-            "is_set",
             "is_of_model",
             "url",
             "models",
@@ -214,8 +226,6 @@ fn shown_settings_can_be_written_back() {
             "incarnation",
             "slot",
             "weight_milli",
-            "is_configured",
-            "limits",
         ];
         for name in settings {
             assert_eq!(before[name], after[name], "{shown}: {name}");

@@ -41,7 +41,7 @@ async fn config_command(at: &Addresses, dir: &TempDir, args: &[&str]) -> (Option
     (output.status.code(), told)
 }
 
-const FOUNDING: &str = "[routing]\npolicy = \"least-request\"\n[admission]\norder = \"fcfs\"\n[users.defaults]\nweight_milli = 500\ncache = \"isolated\"\ncache_group = \"all\"\n";
+const FOUNDING: &str = "[routing]\npolicy = \"least-request\"\n[admission]\norder = \"fcfs\"\n[users.defaults]\nweight_milli = 500\ncache = \"group:all\"\n";
 
 /// Keys that differ in the second config of [`restarted`].
 const DIFFERING: [&str; 6] = [
@@ -78,7 +78,7 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
     let weight = &keys["users.defaults.weight_milli"];
     assert_eq!(weight["cluster"], 500, "{told}");
     assert_eq!(
-        keys["users.defaults.cache_group"]["cluster"], "all",
+        keys["users.defaults.cache"]["cluster"], "group:all",
         "{told}"
     );
 
@@ -88,7 +88,7 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
         ("order = \"fcfs\"", "order = \"rpm\"\nmax_queue = 7"),
         (before.as_str(), after.as_str()),
         (
-            "cache = \"isolated\"\ncache_group = \"all\"\n",
+            "cache = \"group:all\"\n",
             "cache = \"shared\"\n[users.defaults.budget]\nday = 9\n",
         ),
     ];
@@ -170,7 +170,7 @@ async fn a_changed_config_has_no_effect_until_applied() {
         "{applied}"
     );
     assert_eq!(keys["users.defaults.weight_milli"]["in_effect"], 500);
-    assert_eq!(keys["users.defaults.cache_group"]["in_effect"], json!(null));
+    assert_eq!(keys["users.defaults.cache"]["in_effect"], "shared");
     let (status, told) = config_command(&at, &dir, &["diff"]).await;
     assert_eq!(status, Some(0), "{told}");
     replica.leave().await;

@@ -162,7 +162,7 @@ async fn an_isolated_replica_refuses_keys_until_it_reconnects() {
 async fn user_defaults_apply_on_all_replicas_and_after_a_restart() {
     let (_dir, _engines, mut replicas, http, at) = started(3, 1).await;
 
-    let defaults = format!("http://{}/admin/v1/user-defaults", at[1].admin);
+    let defaults = format!("http://{}/admin/v1/users/defaults", at[1].admin);
     let one_token = json!({ "weight_milli": 500, "budget": { "day": 1 } });
     // Refused until every member is known to decode it.
     let is_set = async || http.send(Method::PUT, &defaults, &one_token).await.0 == StatusCode::OK;
@@ -195,7 +195,7 @@ async fn user_defaults_apply_on_all_replicas_and_after_a_restart() {
     assert_eq!(ask(&at[1], &secrets[0]).await, used_up);
     let (_, shown) = http.get(&user("ada")).await;
     assert_eq!(
-        (&shown["weight_milli"], &shown["budget"]),
+        (&shown["weight_milli"], &shown["config"]["budget"]),
         (&json!(500), &Value::Null),
         "{shown}"
     );

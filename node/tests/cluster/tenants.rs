@@ -45,7 +45,7 @@ async fn set_scopes(http: &Http, at: &[Addresses], scopes: &[(&str, Value)]) {
     }
     http.agree(at).await;
     for at in at {
-        let url = format!("http://{}/admin/v1/cache", at.admin);
+        let url = format!("http://{}/admin/v1/users/defaults", at.admin);
         let is_known = async || http.get(&url).await.1["unsalted_backends"] == json!([]);
         until("the engines are known to keep users apart", is_known).await;
     }
@@ -56,7 +56,7 @@ fn isolated() -> Value {
 }
 
 fn team() -> Value {
-    json!({ "cache": "isolated", "cache_group": "team" })
+    json!({ "cache": "group:team" })
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

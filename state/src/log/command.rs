@@ -4,10 +4,7 @@
 //! format version; existing variants never change.
 
 use bincode::{Decode, Encode};
-use serde::{Deserialize, Serialize};
 
-use crate::budgets::Budget;
-use crate::caches::CacheScope;
 use crate::discovery::Discovery;
 use crate::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId,
@@ -17,12 +14,11 @@ use crate::keys::{ApiKeySpec, SecretHash};
 use crate::kv_events::KvBatch;
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
-use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
+use crate::pricing::FairnessSettings;
 use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::{BeliefSample, ServiceSample};
-use crate::settings::{AdmissionSettings, UserLimits};
-use crate::validate::{are_models, ensure, is_name};
+use crate::settings::AdmissionSettings;
 
 pub use crate::backends::{BackendRole, BackendSpec, EngineFacts};
 pub use crate::bounds::{
@@ -31,6 +27,7 @@ pub use crate::bounds::{
 };
 pub use crate::charge::Charge;
 pub use crate::reject::Rejection;
+pub use crate::users::{UserDefaults, UserSettings};
 
 /// Content of one log entry: a command and its origin.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
@@ -124,30 +121,13 @@ pub enum Command {
     PutAdmission(AdmissionSettings),
     /// Replaces the defaults of users without their own settings, from this log index on.
     PutUserDefaults(Box<UserDefaults>),
-    /// Sets the weight of a user.
-    PutUser(UserSpec),
-    /// Sets the limits of a user. Limits without any bound remove the user's own limits.
-    PutUserLimits {
+    /// Replaces everything that an operator sets for a user, at once. A user without any settings
+    /// follows the defaults.
+    ConfigureUser {
         /// Name of the user.
         name: String,
-        /// New limits.
-        limits: UserLimits,
-    },
-    /// Sets weight and limits of a user. Both take effect, or neither.
-    SetUser {
-        /// Name and weight of the user.
-        user: UserSpec,
-        /// Limits of the user. If they have no bound, the limits for all users apply.
-        limits: UserLimits,
-    },
-    /// Changes settings of a user: all given fields, or none.
-    ConfigureUser(Box<UserChanges>),
-    /// Sets the cache scope of one user, or of all users without their own.
-    SetCacheScope {
-        /// Name of the user; `None` for all users without a scope of their own.
-        user: Option<String>,
-        /// New scope; `None` removes the user's own, or sets [`CacheScope::Shared`] for all.
-        scope: Option<CacheScope>,
+        /// New settings of the user.
+        settings: Box<UserSettings>,
     },
     /// Resets a user's usage of limits and budgets. The user's charges and counter stay.
     ForgiveUser {
@@ -210,6 +190,17 @@ pub enum Command {
     },
 }
 
+impl Command {
+    /// Returns the command that replaces the settings of the user called `name`.
+    #[must_use]
+    pub fn configure_user(name: impl Into<String>, settings: UserSettings) -> Self {
+        Self::ConfigureUser {
+            name: name.into(),
+            settings: Box::new(settings),
+        }
+    }
+}
+
 /// Initial settings of a cluster, which its founder proposes.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub struct Founding {
@@ -224,7 +215,7 @@ pub struct Founding {
     pub fairness: FairnessSettings,
     /// Initial routing settings other than the policy.
     pub routing: RoutingSettings,
-    /// Initial admission settings. The limits for all users are those of `user_defaults`.
+    /// Initial admission settings.
     pub admission: AdmissionSettings,
     /// Initial defaults of users.
     pub user_defaults: UserDefaults,
@@ -354,102 +345,6 @@ pub enum LeaseOutcome {
     KeptUntouched,
 }
 
-/// Name and weight of a user, as configured by an operator.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct UserSpec {
-    /// Name of the user.
-    pub name: String,
-    /// Share of service relative to other users, in thousandths of the default share. At least 1.
-    pub weight_milli: u32,
-}
-
-/// Changes to a user, as requested by an operator. `None` leaves a field unchanged.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub struct UserChanges {
-    /// Name of the user.
-    pub name: String,
-    /// Share of service relative to other users, in thousandths. At least 1.
-    pub weight_milli: Option<u32>,
-    /// Limits of the user. If they have no bound, the user's own limits are removed.
-    pub limits: Option<UserLimits>,
-    /// Budget of the user. If it has no bound, the user's own budget is removed.
-    pub budget: Option<Budget>,
-    /// Models that the user may use; a trailing `*` matches any suffix. Empty if it may use all.
-    pub models: Option<Vec<String>>,
-    /// Cache scope of the user; `Some(None)` removes the user's own.
-    pub cache: Option<Option<CacheScope>>,
-}
-
-/// Defaults of users. A user's own value of any of the four fields replaces that field as a whole.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
-pub struct UserDefaults {
-    /// Share of service relative to other users, in thousandths. At least 1.
-    pub weight_milli: u32,
-    /// Limits of users; those of [`AdmissionSettings::user_limits`].
-    pub limits: UserLimits,
-    /// Token budget of users.
-    pub budget: Budget,
-    /// Cache scope of users; [`Command::SetCacheScope`] also sets it.
-    pub cache: CacheScope,
-}
-
-impl Default for UserDefaults {
-    fn default() -> Self {
-        Self {
-            weight_milli: WEIGHT_MILLI_DEFAULT,
-            limits: UserLimits::default(),
-            budget: Budget::default(),
-            cache: CacheScope::default(),
-        }
-    }
-}
-
-impl UserDefaults {
-    /// Checks the bounds of every field.
-    ///
-    /// # Errors
-    /// [`Rejection::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Rejection> {
-        ensure(self.weight_milli > 0, "weight_milli", "at least 1")?;
-        self.limits.validate()?;
-        self.budget.validate()?;
-        self.cache.validate()
-    }
-}
-
-impl UserChanges {
-    /// Checks the bounds of every field.
-    ///
-    /// # Errors
-    /// [`Rejection::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Rejection> {
-        ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
-        ensure(self.weight_milli != Some(0), "weight_milli", "at least 1")?;
-        self.limits.map_or(Ok(()), |limits| limits.validate())?;
-        self.budget.map_or(Ok(()), |budget| budget.validate())?;
-        if let Some(Some(scope)) = &self.cache {
-            scope.validate()?;
-        }
-        ensure(
-            self.models.as_ref().is_none_or(|models| are_models(models)),
-            "models",
-            "1 to 256 bytes each, 1024 bytes together at most",
-        )
-    }
-}
-
-impl UserSpec {
-    /// Checks the bounds of every field.
-    ///
-    /// # Errors
-    /// [`Rejection::Invalid`] with the first field that is out of bounds.
-    pub fn validate(&self) -> Result<(), Rejection> {
-        ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
-        ensure(self.weight_milli > 0, "weight_milli", "at least 1")
-    }
-}
-
 /// Result of applying a command. It is part of the log format and equal on every replica.
 ///
 /// Encoded by hand in [`crate::codec`], because a derived decoder would recurse to any depth that
@@ -512,10 +407,7 @@ mod tests {
             .is_err()
         );
         assert_eq!(FairnessSettings::default().validate(), Ok(()));
-        let weightless = UserSpec {
-            name: "a".to_owned(),
-            weight_milli: 0,
-        };
+        let weightless = UserSettings::of_weight(0);
         assert!(weightless.validate().is_err());
     }
 }

@@ -24,9 +24,9 @@ impl RouterState {
             fairness: founding.fairness,
         };
         self.hash_secret = Some(founding.hash_secret);
-        self.settings.routing = Some(founding.routing);
+        self.settings.routing = founding.routing;
         self.set_admission(founding.admission);
-        self.set_user_defaults(founding.user_defaults);
+        self.users.set_defaults(founding.user_defaults);
         self.note(origin, AuditAction::FoundCluster, subject);
         Ok(())
     }

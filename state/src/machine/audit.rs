@@ -40,8 +40,6 @@ pub enum AuditAction {
     Drain,
     /// Draining of a backend was cancelled.
     Undrain,
-    /// A user's weight was set.
-    PutUser,
     /// The routing policy was replaced.
     PutPolicy,
     /// A replica's session was ended.
@@ -50,8 +48,6 @@ pub enum AuditAction {
     PutRouting,
     /// The admission settings were replaced.
     PutAdmission,
-    /// A user's limits were set.
-    PutUserLimits,
     /// The readers of KV events were reassigned.
     AssignReaders,
     /// The state was replaced by a backup.
@@ -66,10 +62,8 @@ pub enum AuditAction {
     RevokeKey,
     /// An API key got a new secret.
     RotateKey,
-    /// Settings of a user were changed together.
+    /// The settings of a user were replaced.
     ConfigureUser,
-    /// The cache scope of a user was set, or the default one.
-    SetCacheScope,
     /// The defaults of users were set.
     PutUserDefaults,
 }

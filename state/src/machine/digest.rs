@@ -32,12 +32,10 @@ impl RouterState {
     fn append_hot_digest(&self, bytes: &mut Vec<u8>) {
         let learned = (&self.service, &self.assumed, &self.beliefs, &self.ratios);
         encoding::append_bytes(&learned, bytes);
-        encoding::append_bytes(&(self.users.last_left(), &self.time), bytes);
+        encoding::append_bytes(&self.time, bytes);
         self.outputs.append_digest(bytes);
         self.exact.append_digest(bytes);
         self.keys.append_digest(bytes);
-        self.caches.append_digest(bytes);
-        self.users.append_defaults_digest(bytes);
         if let Some(staged) = &self.staged {
             staged.append_digest(bytes);
         }

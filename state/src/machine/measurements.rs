@@ -18,7 +18,7 @@ impl RouterState {
         }
         let holding = self.capacity_observation(slot);
         let capacity_before = self.capacity_blocks(slot);
-        let off_permille = self.routing_settings().prediction_off_permille;
+        let off_permille = self.settings.routing.prediction_off_permille;
         let figures = self.service.figures_mut(slot);
         figures.learning.observe(sample);
         figures.accuracy.observe(sample, off_permille, holding);
@@ -30,7 +30,7 @@ impl RouterState {
         if capacity != capacity_before {
             self.ownership.set_capacity(slot, capacity);
         }
-        let settings = LimitSettings::from(&*self.admission_settings());
+        let settings = LimitSettings::from(&self.settings.admission);
         let told = self.uncorrected_capacity_blocks(slot);
         let limit = &mut self.service.figures_mut(slot).limit;
         limit.observe(sample, &settings, told);
@@ -60,7 +60,7 @@ impl RouterState {
         model: ModelKey,
         tokens: &[u32],
     ) -> bool {
-        let bins = self.admission_settings().bins;
+        let bins = self.settings.admission.bins;
         let is_taken = self.outputs.observe(user, model, tokens, bins);
         self.is_outputs_changed |= is_taken;
         is_taken
@@ -152,7 +152,7 @@ impl RouterState {
 
     /// Returns the service figures to publish.
     pub(super) fn service_view(&self) -> ServiceView {
-        let settings = LimitSettings::from(&*self.admission_settings());
+        let settings = LimitSettings::from(&self.settings.admission);
         ServiceView::of(self.backends.iter().map(|backend| {
             let slot = backend.handle.slot;
             let figures = self.service.figures(slot);

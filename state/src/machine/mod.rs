@@ -7,9 +7,7 @@
 mod admin;
 mod audit;
 mod batch;
-mod caches;
 mod check;
-mod defaults;
 mod digest;
 mod discovery;
 mod keys;
@@ -29,7 +27,6 @@ mod users;
 use std::sync::Arc;
 
 use crate::backends::{Backends, BlockSizes, SlotChange};
-use crate::caches::CacheScopes;
 use crate::command::{Command, Envelope, Origin, Reply};
 use crate::discovery::Discovered;
 use crate::ids::{LogIndex, ReplicaId, Slot};
@@ -87,7 +84,6 @@ pub struct RouterState {
     ratios: LearntRatios,
     exact: FollowedBackends,
     keys: Keys,
-    caches: CacheScopes,
     /// Restore in progress, if any.
     staged: Option<StagedRestore>,
     /// Backup that was read ahead of the command that switches to it, if any. It is not part of the
@@ -151,8 +147,10 @@ impl RouterState {
         let ownership = Ownership::new();
         let config = ClusterConfig::default();
         let backends = Backends::default();
+        let users = Users::new();
         let view = Arc::new(StateView::new(
             ownership.view(),
+            users.published(0),
             Registry::of(
                 &config,
                 &backends,
@@ -172,7 +170,7 @@ impl RouterState {
             ownership,
             sessions: Sessions::default(),
             leases: Leases::new(),
-            users: Users::new(),
+            users,
             audit: Audit::default(),
             settings: OperatorSettings::default(),
             readers: Readers::default(),
@@ -183,7 +181,6 @@ impl RouterState {
             ratios: LearntRatios::default(),
             exact: FollowedBackends::default(),
             keys: Keys::default(),
-            caches: CacheScopes::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -229,10 +226,9 @@ impl RouterState {
             self.view.publish_ratios(self.ratios.view());
         }
         self.publish_keys();
-        self.publish_caches();
         self.publish_evictions();
         self.publish_for_policies();
-        self.publish_for_admission(is_cold_changed);
+        self.publish_users();
         self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(index);
         reply
@@ -296,16 +292,15 @@ impl RouterState {
             Command::PutBackend(spec) => self.put_backend(origin, spec),
             Command::DeleteBackend { name } => self.delete_backend(origin, name),
             Command::SetDraining { name, draining } => self.set_draining(origin, name, draining),
-            Command::PutUser(spec) => self.put_user(origin, spec),
             Command::PutPolicy(policy) => self.put_policy(origin, policy),
             Command::ExpireSession { replica, session } => {
                 self.expire_session(origin, replica, session)
             }
             Command::PutRouting(settings) => self.put_routing(origin, settings),
             Command::PutAdmission(settings) => self.put_admission(origin, settings),
-            Command::PutUserLimits { name, limits } => self.put_user_limits(origin, name, limits),
-            Command::SetUser { user, limits } => self.set_user(origin, user, limits),
-            Command::ConfigureUser(changes) => self.configure_user(origin, *changes),
+            Command::ConfigureUser { name, settings } => {
+                self.configure_user(origin, name, *settings)
+            }
             Command::ForgiveUser { name } => self.forgive_user(origin, name),
             Command::DeleteUser { name } => self.delete_user(origin, name),
             Command::CreateKey(spec) => self.create_key(origin, *spec),
@@ -315,7 +310,6 @@ impl RouterState {
                 secret,
                 grace_ms,
             } => self.rotate_key(origin, id, (secret, grace_ms)),
-            Command::SetCacheScope { user, scope } => self.set_cache_scope(origin, user, scope),
             Command::PutUserDefaults(defaults) => self.put_user_defaults(origin, *defaults),
             Command::Discover(discovery) => self.discover(*discovery),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
@@ -400,8 +394,7 @@ impl RouterState {
     /// `None` if no policy reads usage.
     fn vtc_basic(&self) -> Option<VtcBasicSettings> {
         let live = self.config.policy.vtc_basic();
-        let routing = self.settings.routing.iter();
-        let mut models = routing.flat_map(|routing| routing.models.values());
+        let mut models = self.settings.routing.models.values();
         live.or_else(|| models.find_map(PolicyConfig::vtc_basic))
     }
 
@@ -427,8 +420,7 @@ impl RouterState {
             names_since: self.audit.names_since(),
             hash_secret: self.hash_secret.clone(),
             block_sizes: self.block_sizes.clone(),
-            user_defaults: self.user_defaults(),
-            are_user_defaults_set: self.users.defaults().is_some(),
+            user_defaults: self.users.defaults().clone(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)
         }
     }

@@ -10,7 +10,6 @@ use super::ClusterConfig;
 use super::settings::OperatorSettings;
 use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes, RankSlots};
-use crate::caches::CacheScopesView;
 use crate::command::UserDefaults;
 use crate::discovery::{DiscoveredBackend, KnownFleet};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
@@ -42,16 +41,13 @@ pub struct StateView {
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
     ratios: ArcSwap<RatiosView>,
-    /// All users; `None` until a reader wants them.
-    users: ArcSwapOption<UsersView>,
-    wants_users: AtomicBool,
+    users: ArcSwap<UsersView>,
     keys: ArcSwap<KeysView>,
-    caches: ArcSwap<CacheScopesView>,
     evictions: ArcSwap<EvictionsView>,
 }
 
 impl StateView {
-    pub(super) fn new(blocks: BlockView, registry: Registry) -> Self {
+    pub(super) fn new(blocks: BlockView, users: UsersView, registry: Registry) -> Self {
         Self {
             blocks,
             registry: ArcSwap::from_pointee(registry),
@@ -62,10 +58,8 @@ impl StateView {
             service: ArcSwap::default(),
             outputs: ArcSwap::default(),
             ratios: ArcSwap::default(),
-            users: ArcSwapOption::empty(),
-            wants_users: AtomicBool::new(false),
+            users: ArcSwap::from_pointee(users),
             keys: ArcSwap::default(),
-            caches: ArcSwap::default(),
             evictions: ArcSwap::default(),
         }
     }
@@ -131,13 +125,6 @@ impl StateView {
         self.keys.load()
     }
 
-    /// Returns the cache scopes of users, as of the last command that changed one. Cheap; use the
-    /// guard for one request and do not keep it.
-    #[must_use]
-    pub fn caches(&self) -> Guard<Arc<CacheScopesView>> {
-        self.caches.load()
-    }
-
     /// Returns the coming evictions of engines whose KV events are followed, as of the applied
     /// index. Cheap; use the guard for one decision and do not keep it.
     #[must_use]
@@ -161,48 +148,27 @@ impl StateView {
         self.wants_all.store(true, Ordering::Relaxed);
     }
 
-    /// Makes every later command publish the users, which admission reads for each request.
-    pub fn want_users(&self) {
-        self.wants_users.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns all users, as of the last command that changed one; `None` before they are
-    /// published. Do not keep the reference: it keeps replaced parts of the table in memory.
+    /// Returns all users, as of the last command that changed one. Do not keep the reference: it
+    /// keeps replaced parts of the table in memory.
     #[must_use]
-    pub fn users(&self) -> Option<Arc<UsersView>> {
+    pub fn users(&self) -> Arc<UsersView> {
         self.users.load_full()
     }
 
     /// Returns the figures of `user` for the queue orders; the default ones if unknown.
     #[must_use]
     pub fn user_figures(&self, user: UserKey) -> UserFigures {
-        let users = self.users.load();
-        users
-            .as_deref()
-            .map(|users| users.figures(user))
-            .unwrap_or_default()
+        self.users.load().figures(user)
     }
 
-    /// Returns the limits of `user` and their usage. Unlimited before users are published.
+    /// Returns limits and budget of `user`, and their usage.
     #[must_use]
     pub fn quota(&self, user: UserKey) -> Quota {
-        let users = self.users.load();
-        users
-            .as_deref()
-            .map(|users| users.quota(user))
-            .unwrap_or_default()
-    }
-
-    pub(super) fn wants_users(&self) -> bool {
-        self.wants_users.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn publishes_users(&self) -> bool {
-        self.users.load().is_some()
+        self.users.load().quota(user)
     }
 
     pub(super) fn publish_users(&self, users: UsersView) {
-        self.users.store(Some(Arc::new(users)));
+        self.users.store(Arc::new(users));
     }
 
     pub(super) fn wants_all(&self) -> bool {
@@ -231,10 +197,6 @@ impl StateView {
 
     pub(super) fn publish_ratios(&self, ratios: RatiosView) {
         self.ratios.store(Arc::new(ratios));
-    }
-
-    pub(super) fn publish_caches(&self, caches: CacheScopesView) {
-        self.caches.store(Arc::new(caches));
     }
 
     pub(super) fn publish_evictions(&self, evictions: EvictionsView) {
@@ -273,10 +235,10 @@ pub struct Registry {
     pub ranks: RankSlots,
     /// Sources and losses of the backends that sources registered, by slot.
     pub discovered: BTreeMap<Slot, DiscoveredBackend>,
-    /// Routing settings other than the policy; `None` if not set, so that the defaults apply.
-    pub routing: Option<RoutingSettings>,
-    /// Admission settings; `None` if not set, so that the defaults apply.
-    pub admission: Option<AdmissionSettings>,
+    /// Routing settings other than the policy.
+    pub routing: RoutingSettings,
+    /// Admission settings.
+    pub admission: AdmissionSettings,
     /// Source and condition of the ownership of backends whose KV events are followed, in ascending
     /// order of slots. The ownership of other backends follows from leases.
     pub kv: Vec<(BackendRef, KvCondition)>,
@@ -289,8 +251,6 @@ pub struct Registry {
     pub block_sizes: BlockSizes,
     /// Defaults that apply to users without their own settings.
     pub user_defaults: UserDefaults,
-    /// Whether a command ever set all user defaults together.
-    pub are_user_defaults_set: bool,
 }
 
 impl Registry {
@@ -322,7 +282,6 @@ impl Registry {
             names_since: None,
             block_sizes: BlockSizes::default(),
             user_defaults: UserDefaults::default(),
-            are_user_defaults_set: false,
         }
     }
 

@@ -160,9 +160,8 @@ impl RouterState {
     /// starts at the first user.
     #[must_use]
     pub fn users(&self, after: Option<UserKey>, limit: usize) -> Vec<UserView> {
-        let limits = self.terms().limits;
         self.users
-            .views(after, self.time.now_ms, limits)
+            .views(after, self.time.now_ms)
             .take(limit)
             .map(|user| self.dated(user))
             .collect()
@@ -171,8 +170,7 @@ impl RouterState {
     /// Returns the user with this key, if any.
     #[must_use]
     pub fn user(&self, key: UserKey) -> Option<UserView> {
-        let limits = self.terms().limits;
-        let user = self.users.get(key, self.time.now_ms, &limits)?;
+        let user = self.users.get(key, self.time.now_ms)?;
         Some(self.dated(user))
     }
 

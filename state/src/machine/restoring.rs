@@ -272,14 +272,13 @@ impl RouterState {
     }
 
     /// Whether a backup may replace this state without `force`: the state has no users, blocks,
-    /// leases, API keys or cache scopes. It may have backends and settings, as in a new cluster.
+    /// leases or API keys. It may have backends and settings, as in a new cluster.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.users.len() == 0
             && self.ownership.owned_total() == 0
             && self.leases.len() == 0
             && self.keys.is_empty()
-            && self.caches.is_empty()
     }
 
     /// Abandons the restore in progress if it has been idle for too long.
@@ -397,7 +396,7 @@ impl RouterState {
         self.is_outputs_changed = true;
         self.is_ratios_changed = true;
         self.keys.replaced();
-        self.caches.replaced();
+        self.users.replaced();
     }
 }
 

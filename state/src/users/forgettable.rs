@@ -5,8 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::User;
-use super::admission_account::AdmissionAccount;
+use super::user::User;
 use crate::ids::UserKey;
 
 /// Users that can be forgotten, in the order in which they go.
@@ -23,12 +22,7 @@ impl ForgettingRank {
     /// Returns the user's rank; `None` if the user cannot be forgotten.
     pub(super) fn of(user: &User) -> Option<Self> {
         // The usage of limits is forgotten with the user, who restarts with full buckets.
-        let is_needed =
-            |account: &AdmissionAccount| !account.waiting.is_empty() || account.limits.is_some();
-        let is_kept = user.is_configured
-            || user.admission_account.as_deref().is_some_and(is_needed)
-            || user.plan.as_ref().is_some_and(|plan| plan.is_given());
-        (user.is_idle() && !is_kept).then(|| Self {
+        (user.is_idle() && !user.is_waiting() && user.own.is_none()).then(|| Self {
             is_charged: user.charged_ever > 0,
             counter: user.counter(),
         })

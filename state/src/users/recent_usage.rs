@@ -8,8 +8,9 @@
 use std::collections::BTreeSet;
 use std::ops::Bound;
 
-use super::map::UserMap;
-use super::{User, UserUsage};
+use super::UserUsage;
+use super::table::UserMap;
+use super::user::User;
 use crate::ids::UserKey;
 use crate::policy::{UserTokens, VtcBasicSettings};
 

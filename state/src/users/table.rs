@@ -2,52 +2,62 @@
 //! lifts the counters of arriving ones; [`super`] explains the lift.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::forgettable::{Forgettable, ForgettingRank};
-use super::map::UserMap;
 use super::recent_usage::UsageScan;
+use super::user::{User, add, take};
 use super::{
-    AdmissionAccount, CHARGE_TOKENS_MAX, DefaultPlan, RecentUsage, User, UserUsage, UserView,
-    UsersView, WINDOW_BUCKET_MS, WINDOW_BUCKETS, add, take,
+    CHARGE_TOKENS_MAX, RecentUsage, UserDefaults, UserSettings, UserUsage, UserView, UsersView,
+    WINDOW_BUCKET_MS, WINDOW_BUCKETS,
 };
 use crate::bounds::USERS_MAX;
 use crate::budgets::BudgetUse;
 use crate::charge::Charge;
-use crate::cow::CowMap;
+use crate::cow::{CowMap, ShardKey};
 use crate::encoding;
 use crate::error::InvariantError;
 use crate::ids::{ReplicaId, UserKey};
 use crate::policy::VtcBasicSettings;
 use crate::pricing::Pricing;
 use crate::quotas::Consumed;
-use crate::settings::UserLimits;
 
-/// Prefix of a plan in the hash input of its user.
-const PLAN_MARK: u64 = 0x6e61_6c70;
-/// Mark in the hash input of a configured user who follows the default weight.
-const UNWEIGHTED_MARK: u64 = 0x7468_6777;
+/// Map of all users by key, which is frozen by cloning references.
+pub(super) type UserMap = CowMap<UserKey, User>;
 
-/// Totals over all users, which outlast forgotten ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct UsersTotals {
+impl ShardKey for UserKey {
+    const BRANCHES: usize = 1024;
+
+    // Shards by the highest bits, so that shard order is key order. Keys are hashes, hence uniform.
+    fn shard(&self) -> usize {
+        (self.0 >> 48) as usize
+    }
+}
+
+/// What is kept in addition to the users.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(super) struct UsersTotals {
+    /// Defaults for users without their own settings.
+    pub(super) defaults: Arc<UserDefaults>,
     /// Number of priced tokens ever charged.
     charged: u128,
     /// Number of tokens in `charged` that belong to forgotten users.
     forgotten: u128,
     /// Counter at which the last user with requests in flight became idle.
     last_idle_counter: u64,
+    /// Counter of the user who last stopped waiting or, since then, was dispatched while none
+    /// waited. `None` if no user ever stopped waiting.
+    last_left: Option<u64>,
 }
 
-/// Prices and limits that apply to charges.
+/// Prices and time that apply to charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ChargeTerms {
     /// Prices of tokens.
     pub(crate) pricing: Pricing,
-    /// Limits of users without limits of their own.
-    pub(crate) limits: UserLimits,
     /// Unix time of the charge by the cluster's clock, in milliseconds. Used for budgets.
     pub(crate) calendar_ms: u64,
 }
@@ -60,14 +70,9 @@ pub(crate) struct Users {
     backlogged: BTreeSet<(u64, UserKey)>,
     /// `(counter, key)` of all users with waiting requests.
     waiting: BTreeSet<(u64, UserKey)>,
-    /// Counter of the user who last stopped waiting or, since then, was dispatched while none
-    /// waited. `None` if no user ever stopped waiting.
-    pub(super) last_left: Option<u64>,
     forgettable: Forgettable,
-    /// Number of users with a plan.
-    pub(super) planned: usize,
-    /// Defaults for users without their own. `None` if never set.
-    pub(super) defaults: Option<DefaultPlan>,
+    /// Number of users with their own cache scope.
+    scoped: usize,
     /// Wrapping sum of the hashes of all users.
     digest: u128,
     pub(super) users_max: usize,
@@ -79,13 +84,6 @@ pub(crate) struct Users {
     usage_scan: Option<UsageScan>,
     /// Buffer for hashing.
     scratch: Vec<u8>,
-}
-
-/// Frozen copy of the user table, from which snapshots are written.
-pub(crate) struct UsersImage {
-    pub(super) map: UserMap,
-    pub(super) totals: UsersTotals,
-    pub(super) defaults: Option<DefaultPlan>,
 }
 
 impl Users {
@@ -100,10 +98,8 @@ impl Users {
             totals: UsersTotals::default(),
             backlogged: BTreeSet::new(),
             waiting: BTreeSet::new(),
-            last_left: None,
             forgettable: Forgettable::default(),
-            planned: 0,
-            defaults: None,
+            scoped: 0,
             digest: 0,
             users_max,
             bucket_ms: WINDOW_BUCKET_MS,
@@ -115,7 +111,9 @@ impl Users {
 
     /// Sets the length of the usage windows.
     pub(crate) fn set_window_ms(&mut self, window_ms: u64) {
-        self.bucket_ms = (window_ms / WINDOW_BUCKETS as u64).max(1);
+        let bucket_ms = (window_ms / WINDOW_BUCKETS as u64).max(1);
+        self.is_changed |= bucket_ms != self.bucket_ms;
+        self.bucket_ms = bucket_ms;
     }
 
     /// Returns the users' usage within their windows, for readers on other threads. Call it after
@@ -158,37 +156,42 @@ impl Users {
     pub(crate) fn virtual_time(&self) -> u64 {
         let least = |users: &BTreeSet<(u64, UserKey)>| users.first().map(|(counter, _)| *counter);
         least(&self.waiting)
-            .or(self.last_left)
+            .or(self.totals.last_left)
             .or_else(|| least(&self.backlogged))
             .unwrap_or(self.totals.last_idle_counter)
     }
 
     /// Whether any user ever waited.
     fn has_queued(&self) -> bool {
-        self.last_left.is_some() || !self.waiting.is_empty()
+        self.totals.last_left.is_some() || !self.waiting.is_empty()
     }
 
-    pub(crate) fn get(&self, key: UserKey, now_ms: u64, limits: &UserLimits) -> Option<UserView> {
-        let of_all = self.fallbacks(*limits);
+    pub(crate) fn get(&self, key: UserKey, now_ms: u64) -> Option<UserView> {
+        let (times, defaults) = ((now_ms, self.bucket_ms), &self.totals.defaults);
         let user = self.map.get(&key);
-        user.map(|user| user.view(key, now_ms, self.bucket_ms, &of_all))
+        user.map(|user| user.view(key, times, defaults))
     }
 
-    /// Returns the current users for readers on other threads, or `None` if nothing changed since
-    /// the last call. `is_anew` forces a new view because the limits may have changed.
-    pub(crate) fn publish(
-        &mut self,
-        now_ms: u64,
-        limits: UserLimits,
-        is_anew: bool,
-    ) -> Option<UsersView> {
-        let is_changed = std::mem::take(&mut self.is_changed);
-        (is_changed || is_anew).then(|| UsersView {
+    /// Returns the current users for readers on other threads.
+    pub(crate) fn published(&self, now_ms: u64) -> UsersView {
+        UsersView {
             map: self.map.clone(),
             now_ms,
             bucket_ms: self.bucket_ms,
-            fallbacks: self.fallbacks(limits),
-        })
+            defaults: Arc::clone(&self.totals.defaults),
+            scoped: self.scoped,
+        }
+    }
+
+    /// Returns the current users for readers on other threads, or `None` if nothing changed since
+    /// the last call.
+    pub(crate) fn publish(&mut self, now_ms: u64) -> Option<UsersView> {
+        std::mem::take(&mut self.is_changed).then(|| self.published(now_ms))
+    }
+
+    /// Marks the users as changed, so that the next command publishes them.
+    pub(crate) fn replaced(&mut self) {
+        self.is_changed = true;
     }
 
     /// Iterates over users with keys above `after`, ascending by key.
@@ -196,14 +199,13 @@ impl Users {
         &self,
         after: Option<UserKey>,
         now_ms: u64,
-        limits: UserLimits,
     ) -> impl Iterator<Item = UserView> {
         let from = after.unwrap_or_default();
-        let of_all = self.fallbacks(limits);
+        let (times, defaults) = ((now_ms, self.bucket_ms), &self.totals.defaults);
         self.map
             .iter_from(from)
             .filter(move |(key, _)| after.is_none_or(|after| **key > after))
-            .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &of_all))
+            .map(move |(key, user)| user.view(*key, times, defaults))
     }
 
     /// Applies a charge of `replica`. Returns `false` if the user is unknown, the table is full and
@@ -224,11 +226,11 @@ impl Users {
         let priced = terms.pricing.due(charge);
         let virtual_time = self.virtual_time();
         let has_queued = self.has_queued();
-        let (bucket_ms, default) = (self.bucket_ms, self.default_plan());
+        let (bucket_ms, defaults) = (self.bucket_ms, Arc::clone(&self.totals.defaults));
         let is_settled = self.change(charge.user, |user| {
             // VTC lifts an arriving user who has nothing waiting. Before any user has waited, it
             // lifts one who returns from idle.
-            user.settle_weight(&default);
+            user.settle_weight(user.weight_milli(&defaults));
             let comes = charge.started > 0 || charge.queued > 0;
             let is_lifted = !user.is_waiting() && (has_queued || user.is_idle());
             if comes && is_lifted {
@@ -241,8 +243,9 @@ impl Users {
             user.window.add(now_ms, bucket_ms, &usage);
             user.last_charge_ms = now_ms;
             take(&mut user.in_flight, replica, charge.ended);
-            user.apply_charge(replica, charge, &usage, &terms.limits, now_ms);
-            user.spend(terms.calendar_ms, usage.tokens(), &default);
+            add(&mut user.waiting, replica, charge.queued);
+            take(&mut user.waiting, replica, charge.dequeued);
+            user.spend(charge, &usage, &defaults, (now_ms, terms.calendar_ms));
             // A user whose requests started and ended within one charge was backlogged in between.
             charge.started > 0
         });
@@ -259,25 +262,44 @@ impl Users {
     /// Updates `last_left` after `charge`. A user who waited only within this charge has stopped
     /// waiting. One who was dispatched while none waits passed an empty queue.
     fn follow_last_left(&mut self, charge: &Charge) {
-        let passed = charge.started > 0 && self.waiting.is_empty() && self.last_left.is_some();
+        let passed =
+            charge.started > 0 && self.waiting.is_empty() && self.totals.last_left.is_some();
         let user = self.map.get(&charge.user);
         let left = user.filter(|user| !user.is_waiting() && (passed || charge.queued > 0));
         if let Some(user) = left {
-            self.last_left = Some(user.counter());
+            self.totals.last_left = Some(user.counter());
         }
     }
 
-    /// Sets a user's own limits, or removes them if `limits` is `None`. Returns whether the table
-    /// had room.
-    pub(crate) fn limit(&mut self, key: UserKey, name: &str, limits: Option<UserLimits>) -> bool {
-        if limits.is_none() && self.map.get(&key).is_none() {
+    /// Replaces what is set for a user, adding the user if anything is set. A budget that is set
+    /// where none applied starts with nothing used. Returns whether the table had room.
+    pub(crate) fn configure(&mut self, key: UserKey, name: &str, settings: UserSettings) -> bool {
+        let own = settings.normalised();
+        if own.is_none() && self.map.get(&key).is_none() {
             return true;
         }
+        let defaults = Arc::clone(&self.totals.defaults);
         self.change(key, |user| {
             user.name = name.into();
-            user.update_account(|account| account.limits = limits);
+            user.own = own;
+            if user.budget(&defaults).budget.is_unbounded() {
+                user.budget_used = BudgetUse::default();
+            }
             false
         })
+    }
+
+    /// Replaces the defaults for users without their own settings. Takes the same time for any
+    /// number of users: a user that follows the default weight switches to it with the next charge,
+    /// which is equivalent, because switching does not change a counter.
+    pub(crate) fn set_defaults(&mut self, defaults: UserDefaults) {
+        self.totals.defaults = Arc::new(defaults);
+        self.is_changed = true;
+    }
+
+    /// Returns the defaults for users without their own settings.
+    pub(crate) fn defaults(&self) -> &UserDefaults {
+        &self.totals.defaults
     }
 
     /// Resets a user's usage of limits and budget. Returns whether the user is known.
@@ -285,8 +307,8 @@ impl Users {
         let is_known = self.map.get(&key).is_some();
         is_known
             && self.change(key, |user| {
-                user.update_account(|account| account.consumed = Consumed::default());
-                user.replan(|plan| plan.used = BudgetUse::default());
+                user.consumed = Consumed::default();
+                user.budget_used = BudgetUse::default();
                 false
             })
     }
@@ -316,52 +338,17 @@ impl Users {
         })
     }
 
-    /// Sets a user's name and weight, adding it if unknown. Returns whether the table had room.
-    pub(crate) fn configure(&mut self, key: UserKey, name: &str, weight_milli: u32) -> bool {
-        self.change(key, |user| {
-            user.name = name.into();
-            user.set_weight(weight_milli);
-            false
-        })
-    }
-
-    /// Sets a user's name and keeps the user from being forgotten, with its current weight. Once
-    /// defaults were set, a user without its own weight continues to follow the default. Returns
-    /// whether the table had room.
-    pub(crate) fn keep(&mut self, key: UserKey, name: &str) -> bool {
-        let is_default_set = self.defaults.is_some();
-        self.change(key, |user| {
-            user.name = name.into();
-            user.is_unweighted |= is_default_set && !user.is_configured;
-            user.is_configured = true;
-            false
-        })
-    }
-
-    /// Whether a user is known and configured, and so is never forgotten automatically.
-    pub(crate) fn keeps(&self, key: UserKey) -> bool {
-        self.map.get(&key).is_some_and(|user| user.is_configured)
-    }
-
     /// Ends all requests that `replica` has in flight or waiting.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) {
         let open = self.backlogged.iter().chain(&self.waiting);
         let users: BTreeSet<UserKey> = open.map(|(_, key)| *key).collect();
-        let is_its = |(other, _): &(ReplicaId, u32)| *other == replica;
         for key in users {
-            let Some(user) = self.map.get(&key) else {
-                continue;
-            };
-            let waits = |account: &AdmissionAccount| account.waiting.iter().any(is_its);
-            let waits = user.admission_account.as_deref().is_some_and(waits);
-            if !waits && !user.in_flight.iter().any(is_its) {
+            if !self.map.get(&key).is_some_and(|it| it.is_open_at(replica)) {
                 continue;
             }
             self.change(key, |user| {
                 take(&mut user.in_flight, replica, u32::MAX);
-                if waits {
-                    user.update_account(|account| take(&mut account.waiting, replica, u32::MAX));
-                }
+                take(&mut user.waiting, replica, u32::MAX);
                 false
             });
         }
@@ -370,14 +357,6 @@ impl Users {
     /// Returns the wrapping sum of the users' hashes, and the hash of the totals.
     pub(crate) fn digest(&self) -> [u128; 2] {
         [self.digest, xxh3_128(&encoding::to_bytes(&self.totals))]
-    }
-
-    pub(crate) fn freeze(&self) -> UsersImage {
-        UsersImage {
-            map: self.map.clone(),
-            totals: self.totals,
-            defaults: self.defaults,
-        }
     }
 
     /// Applies `change` to a user, adding it if unknown, and updates orders and digest. All changes
@@ -397,9 +376,10 @@ impl Users {
         let was_backlogged = !user.is_idle();
         let was_waiting = user.is_waiting();
         let rank_before = ForgettingRank::of(user);
-        let was_planned = user.plan.is_some();
+        let was_scoped = user.own_scope().is_some();
         let was_active = change(user) || was_backlogged;
-        self.planned = self.planned - usize::from(was_planned) + usize::from(user.plan.is_some());
+        self.scoped =
+            self.scoped - usize::from(was_scoped) + usize::from(user.own_scope().is_some());
         let counter = user.counter();
         self.digest = self.digest.wrapping_sub(digest_before).wrapping_add(hash(
             &mut self.scratch,
@@ -423,7 +403,7 @@ impl Users {
         if user.is_waiting() {
             self.waiting.insert((counter, key));
         } else if was_waiting {
-            self.last_left = Some(counter);
+            self.totals.last_left = Some(counter);
         }
         if let Some(rank) = ForgettingRank::of(user) {
             self.forgettable.insert((rank, key));
@@ -435,7 +415,7 @@ impl Users {
         if self.map.len() >= self.users_max && !self.forget_one() {
             return false;
         }
-        let user = User::new();
+        let user = User::default();
         self.index(key, &user);
         self.map.insert_new(key, user)
     }
@@ -457,13 +437,13 @@ impl Users {
         self.digest = self
             .digest
             .wrapping_sub(hash(&mut self.scratch, key, &user));
-        self.planned -= usize::from(user.plan.is_some());
+        self.scoped -= usize::from(user.own_scope().is_some());
         self.totals.forgotten = self.totals.forgotten.wrapping_add(user.charged_ever);
     }
 
     /// Adds a user to the digest and the orders.
     pub(super) fn index(&mut self, key: UserKey, user: &User) {
-        self.planned += usize::from(user.plan.is_some());
+        self.scoped += usize::from(user.own_scope().is_some());
         self.digest = self.digest.wrapping_add(hash(&mut self.scratch, key, user));
         if !user.is_idle() {
             self.backlogged.insert((user.counter(), key));
@@ -480,8 +460,7 @@ impl Users {
     /// than once.
     pub(crate) fn replicas_open(&self) -> impl Iterator<Item = ReplicaId> {
         self.map.iter().flat_map(|(_, user)| {
-            let waiting = user.admission_account.iter().flat_map(|it| &it.waiting);
-            let open = user.in_flight.iter().chain(waiting);
+            let open = user.in_flight.iter().chain(&user.waiting);
             open.map(|(replica, _)| *replica)
         })
     }
@@ -491,7 +470,7 @@ impl Users {
         self.map.iter().eq(view.map.iter())
     }
 
-    /// Checks the invariants I4, I7, I105 and I108, and the table's part of I8.
+    /// Checks the invariants I4, I7 and I105, and the table's part of I8.
     pub(crate) fn check(&self) -> Result<(), InvariantError> {
         let broken = |number, detail| Err(InvariantError { number, detail });
         let mut rebuilt = Self::with_max(self.users_max);
@@ -501,32 +480,8 @@ impl Users {
             users += 1;
             rebuilt.index(*key, user);
             charged = charged.wrapping_add(user.charged_ever);
-            let is_ordered = user.in_flight.is_sorted_by(|a, b| a.0 < b.0);
-            if !is_ordered || user.in_flight.iter().any(|(_, requests)| *requests == 0) {
-                return broken(
-                    "I7",
-                    format!("user {key} has in flight {:?}", user.in_flight),
-                );
-            }
-            if user
-                .admission_account
-                .as_deref()
-                .is_some_and(|it| !it.is_valid())
-            {
-                return broken(
-                    "I7",
-                    format!("user {key} stands {:?}", user.admission_account),
-                );
-            }
-            if user.plan.as_deref().is_some_and(|it| !it.is_valid()) {
-                return broken("I105", format!("user {key} has the plan {:?}", user.plan));
-            }
-            if !self.is_plausible(user) {
-                let detail = format!("user {key} follows defaults that are not set: {user:?}");
-                return broken("I108", detail);
-            }
-            if user.weight_milli == 0 {
-                return broken("I4", format!("user {key} has no weight"));
+            if !user.is_valid() {
+                return broken("I105", format!("user {key} is out of bounds: {user:?}"));
             }
         }
         if charged != self.totals.charged {
@@ -545,7 +500,7 @@ impl Users {
         let is_ordered = rebuilt.backlogged == self.backlogged
             && rebuilt.waiting == self.waiting
             && rebuilt.forgettable == self.forgettable
-            && rebuilt.planned == self.planned;
+            && rebuilt.scoped == self.scoped;
         if !is_ordered {
             return broken("I7", "the orders of users differ from the users".to_owned());
         }
@@ -563,15 +518,5 @@ impl Users {
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
     encoding::append_bytes(&(key, user), scratch);
-    if let Some(account) = user.admission_account.as_deref() {
-        encoding::append_bytes(account, scratch);
-    }
-    if let Some(plan) = user.plan.as_deref() {
-        // The mark distinguishes the plan from the admission account.
-        encoding::append_bytes(&(PLAN_MARK, plan), scratch);
-    }
-    if user.is_unweighted {
-        encoding::append_bytes(&UNWEIGHTED_MARK, scratch);
-    }
     xxh3_128(scratch)
 }

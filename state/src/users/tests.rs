@@ -5,8 +5,11 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::command::Charge;
+use crate::caches::CacheScope;
+use crate::charge::Charge;
+use crate::ids::ReplicaId;
 use crate::prefix::user_key;
+use crate::settings::UserLimits;
 
 const NO_LIMITS: UserLimits = UserLimits {
     requests: None,
@@ -15,7 +18,7 @@ const NO_LIMITS: UserLimits = UserLimits {
     window_ms: None,
 };
 
-/// Returns terms with the price one for input and two for output, without limits.
+/// Returns terms with the price one for input and two for output.
 fn terms() -> ChargeTerms {
     ChargeTerms::default()
 }
@@ -36,20 +39,16 @@ fn charge(user: u64, input: u64, output: u64, started: u32, ended: u32) -> Charg
 fn settle(users: &mut Users, charge: &Charge) -> u64 {
     assert!(users.charge(ReplicaId(1), charge, &terms(), 1));
     assert_eq!(users.check(), Ok(()));
-    users
-        .get(charge.user, 1, &NO_LIMITS)
-        .unwrap()
-        .counter_milli_tokens
-        / 1000
+    users.get(charge.user, 1).unwrap().counter_milli_tokens / 1000
 }
 
 #[test]
 fn output_tokens_cost_twice_and_weight_divides() {
     let mut users = Users::new();
     assert_eq!(settle(&mut users, &charge(1, 100, 50, 1, 0)), 200);
-    assert!(users.configure(UserKey(1), "a", 2000));
+    assert!(users.configure(UserKey(1), "a", UserSettings::of_weight(2000)));
     assert_eq!(settle(&mut users, &charge(1, 100, 50, 0, 1)), 300);
-    let view = users.get(UserKey(1), 1, &NO_LIMITS).unwrap();
+    let view = users.get(UserKey(1), 1).unwrap();
     assert_eq!(
         (view.in_flight, view.total.requests, view.total.output),
         (0, 1, 100)
@@ -137,9 +136,9 @@ fn a_closed_replica_has_no_waiting_requests() {
     users.charge(ReplicaId(1), &queue(1, 2, 0), &terms(), 1);
     users.charge(ReplicaId(2), &queue(1, 1, 0), &terms(), 1);
     users.charge(ReplicaId(1), &queue(2, 1, 0), &terms(), 1);
-    assert_eq!(users.get(UserKey(1), 1, &NO_LIMITS).unwrap().waiting, 3);
+    assert_eq!(users.get(UserKey(1), 1).unwrap().waiting, 3);
     users.close_replica(ReplicaId(1));
-    assert_eq!(users.get(UserKey(1), 1, &NO_LIMITS).unwrap().waiting, 1);
+    assert_eq!(users.get(UserKey(1), 1).unwrap().waiting, 1);
     assert_eq!((users.waiting_len(), users.check()), (1, Ok(())));
     users.close_replica(ReplicaId(2));
     assert_eq!(users.waiting_len(), 0);
@@ -158,7 +157,7 @@ fn an_advance_is_not_charged_twice() {
         ..charge(1, 80, 20, 0, 1)
     };
     assert_eq!(settle(&mut users, &real), 120);
-    let total = users.get(UserKey(1), 1, &NO_LIMITS).unwrap().total;
+    let total = users.get(UserKey(1), 1).unwrap().total;
     assert_eq!((total.input_uncached, total.output), (80, 20));
 }
 
@@ -169,35 +168,66 @@ fn a_users_own_limits_override_the_default() {
         requests: Some(10),
         ..NO_LIMITS
     };
-    let terms = ChargeTerms {
+    users.set_defaults(UserDefaults {
         limits: of_all,
-        ..ChargeTerms::default()
+        ..UserDefaults::default()
+    });
+    assert!(users.charge(ReplicaId(1), &charge(1, 0, 0, 4, 4), &terms(), 1));
+    assert!(users.charge(ReplicaId(1), &charge(2, 70, 3, 4, 4), &terms(), 1));
+    let limited = |limits| UserSettings {
+        limits: Some(limits),
+        ..UserSettings::default()
     };
-    assert!(users.charge(ReplicaId(1), &charge(1, 0, 0, 4, 4), &terms, 1));
-    assert!(users.charge(ReplicaId(1), &charge(2, 70, 3, 4, 4), &terms, 1));
     let own = UserLimits {
         tokens: Some(100),
         ..NO_LIMITS
     };
-    assert!(users.limit(UserKey(2), "b", Some(own)));
-    assert!(users.charge(ReplicaId(1), &charge(2, 20, 1, 1, 1), &terms, 1));
-    let left = |users: &Users, user| users.get(UserKey(user), 1, &of_all).unwrap().left;
+    assert!(users.configure(UserKey(2), "b", limited(own)));
+    assert!(users.charge(ReplicaId(1), &charge(2, 20, 1, 1, 1), &terms(), 1));
+    let left = |users: &Users, user| users.get(UserKey(user), 1).unwrap().left;
     assert_eq!(left(&users, 1).requests, Some(6));
     assert_eq!(
         (left(&users, 2).requests, left(&users, 2).tokens),
         (None, Some(79))
     );
-    // Removed: the default limits apply again.
-    assert!(users.limit(UserKey(2), "b", None));
-    assert!(
-        users.limit(UserKey(3), "c", None),
-        "nobody to remove them from"
-    );
+    // Limits without a bound are none, so the default ones apply again.
+    assert!(users.configure(UserKey(2), "b", limited(NO_LIMITS)));
+    assert_eq!(left(&users, 2).tokens, None);
+    assert!(users.configure(UserKey(3), "c", UserSettings::default()));
     assert_eq!((users.len(), users.check()), (2, Ok(())));
-    let published = users.publish(1, of_all, false).unwrap();
+    let published = users.publish(1).unwrap();
     assert_eq!(published.quota(UserKey(1)).limits, of_all);
     assert_eq!(published.quota(UserKey(9)).limits, of_all);
-    assert!(users.publish(1, of_all, false).is_none(), "nothing changed");
+    assert!(users.publish(1).is_none(), "nothing changed");
+}
+
+#[test]
+fn own_cache_scope_replaces_the_default_one() {
+    let mut users = Users::new();
+    let scoped = |cache| UserSettings {
+        cache,
+        ..UserSettings::default()
+    };
+    let team = CacheScope::Group("team".to_owned());
+    assert!(users.published(1).all_share());
+    assert!(users.configure(UserKey(1), "a", scoped(Some(team.clone()))));
+    let view = users.published(1);
+    assert_eq!((view.scope(UserKey(1)), view.scoped()), (&team, 1));
+    assert_eq!(view.scope(UserKey(2)), &CacheScope::Shared);
+    assert!(!view.all_share());
+    users.set_defaults(UserDefaults {
+        cache: CacheScope::Own,
+        ..UserDefaults::default()
+    });
+    assert!(users.configure(UserKey(1), "a", scoped(Some(CacheScope::Shared))));
+    let view = users.published(1);
+    assert_eq!(view.scope(UserKey(1)), &CacheScope::Shared);
+    assert_eq!(view.scope(UserKey(2)), &CacheScope::Own);
+    assert!(users.configure(UserKey(1), "a", scoped(None)));
+    let view = users.published(1);
+    assert_eq!(view.scope(UserKey(1)), &CacheScope::Own);
+    assert_eq!((view.scoped(), view.all_share()), (0, false));
+    assert_eq!(users.check(), Ok(()));
 }
 
 #[test]
@@ -213,13 +243,15 @@ fn requests_of_the_last_minute_are_counted_by_the_second() {
     };
     at(&mut users, 60_000, 6);
     at(&mut users, 120_000, 3);
-    let mut within = |now_ms| {
-        let view = users.publish(now_ms, NO_LIMITS, true).unwrap();
-        view.figures(UserKey(1)).requests_last_minute
+    let within = |now_ms| {
+        users
+            .published(now_ms)
+            .figures(UserKey(1))
+            .requests_last_minute
     };
     // At 130 s, five sixths of the bucket from 60 to 120 s lie within the minute.
     assert_eq!(
-        [120_000, 130_000, 179_999, 180_000, 210_000, 400_000].map(&mut within),
+        [120_000, 130_000, 179_999, 180_000, 210_000, 400_000].map(within),
         [9, 8, 3, 3, 1, 0]
     );
 }
@@ -238,7 +270,7 @@ fn a_closed_replica_has_nothing_in_flight() {
         }
     }
     users.close_replica(ReplicaId(1));
-    assert_eq!(users.get(UserKey(1), 1, &NO_LIMITS).unwrap().in_flight, 2);
+    assert_eq!(users.get(UserKey(1), 1).unwrap().in_flight, 2);
     assert!(users.replicas_open().all(|replica| replica == ReplicaId(2)));
     users.close_replica(ReplicaId(2));
     assert_eq!(users.backlogged_len(), 0);
@@ -251,14 +283,11 @@ fn a_full_user_table_forgets_the_least_counter_of_idle_users() {
     settle(&mut users, &charge(1, 9, 0, 1, 0));
     settle(&mut users, &charge(2, 3, 0, 1, 1));
     settle(&mut users, &charge(3, 0, 0, 1, 1));
-    assert!(users.configure(UserKey(4), "configured", 500));
+    assert!(users.configure(UserKey(4), "configured", UserSettings::of_weight(500)));
     settle(&mut users, &charge(5, 0, 0, 1, 0));
-    assert!(
-        users.get(UserKey(3), 1, &NO_LIMITS).is_none(),
-        "the least counter went"
-    );
+    assert!(users.get(UserKey(3), 1).is_none(), "the least counter went");
     settle(&mut users, &charge(6, 0, 0, 1, 0));
-    assert!(users.get(UserKey(2), 1, &NO_LIMITS).is_none());
+    assert!(users.get(UserKey(2), 1).is_none());
     let refused = charge(7, 1, 0, 1, 0);
     assert!(
         !users.charge(ReplicaId(1), &refused, &terms(), 1),
@@ -304,7 +333,7 @@ fn forged_counts_saturate() {
     for _ in 0..3 {
         settle(&mut users, &forged);
     }
-    users.configure(UserKey(1), "a", 1);
+    users.configure(UserKey(1), "a", UserSettings::of_weight(1));
     for _ in 0..3 {
         settle(&mut users, &forged);
     }
@@ -326,11 +355,7 @@ fn user_pages_are_consecutive() {
     let mut paged = Vec::new();
     let mut after = None;
     loop {
-        let page: Vec<UserKey> = users
-            .views(after, 0, NO_LIMITS)
-            .take(7)
-            .map(|view| view.key)
-            .collect();
+        let page: Vec<UserKey> = users.views(after, 0).take(7).map(|view| view.key).collect();
         let Some(last) = page.last() else { break };
         after = Some(*last);
         paged.extend(page);
@@ -362,9 +387,10 @@ const FEW: usize = 4;
 fn least(users: &Users, paid: &BTreeMap<UserKey, u64>) -> Option<UserKey> {
     let all = paid
         .iter()
-        .map(|(key, paid)| (users.get(*key, 1, &NO_LIMITS).unwrap(), *paid));
-    let idle =
-        all.filter(|(user, _)| (user.in_flight, user.waiting) == (0, 0) && !user.is_configured);
+        .map(|(key, paid)| (users.get(*key, 1).unwrap(), *paid));
+    let idle = all.filter(|(user, _)| {
+        (user.in_flight, user.waiting) == (0, 0) && user.own == UserSettings::default()
+    });
     idle.min_by_key(|(user, paid)| (*paid > 0, user.counter_milli_tokens, user.key))
         .map(|(user, _)| user.key)
 }
@@ -404,7 +430,7 @@ proptest! {
                     *open = (*open + charge.started).saturating_sub(charge.ended);
                 }
                 Step::Weight(user, weight) => {
-                    prop_assert!(users.configure(UserKey(user), "name", weight));
+                    prop_assert!(users.configure(UserKey(user), "name", UserSettings::of_weight(weight)));
                 }
                 Step::Close(replica) => {
                     users.close_replica(ReplicaId(replica));
@@ -412,7 +438,7 @@ proptest! {
                 }
             }
             prop_assert_eq!(users.check(), Ok(()));
-            for view in users.views(None, 1, NO_LIMITS) {
+            for view in users.views(None, 1) {
                 let key = view.key.0;
                 let used = view.total.input_uncached + 2 * view.total.output;
                 prop_assert_eq!(used, priced.get(&key).copied().unwrap_or(0));
@@ -426,12 +452,12 @@ proptest! {
 
     #[test]
     fn a_full_user_table_forgets_as_a_full_scan_would(
-        charges in crowd(), weighed in 0_u64..9,
+        charges in crowd(), kept in 0_u64..9,
     ) {
         let mut users = Users::with_max(FEW);
-        prop_assert!(users.configure(UserKey(weighed << 60), "weighed", 2000));
+        prop_assert!(users.configure(UserKey(kept << 60), "kept", UserSettings::of_weight(2000)));
         // Payments of the kept users.
-        let mut paid = BTreeMap::from([(UserKey(weighed << 60), 0)]);
+        let mut paid = BTreeMap::from([(UserKey(kept << 60), 0)]);
         for charge in charges {
             let is_pressed = !paid.contains_key(&charge.user) && paid.len() == FEW;
             let forgotten = is_pressed.then(|| least(&users, &paid)).flatten();
@@ -457,13 +483,13 @@ proptest! {
         let mut piecewise = Users::new();
         let mut at_once = Users::new();
         for users in [&mut piecewise, &mut at_once] {
-            users.configure(UserKey(1), "name", weight);
+            users.configure(UserKey(1), "name", UserSettings::of_weight(weight));
         }
         for amount in &amounts {
             piecewise.charge(ReplicaId(1), &charge(1, *amount, 0, 0, 0), &terms(), 1);
         }
         at_once.charge(ReplicaId(1), &charge(1, amounts.iter().sum(), 0, 0, 0), &terms(), 1);
-        let counter = |users: &Users| users.get(UserKey(1), 1, &NO_LIMITS).unwrap().counter_milli_tokens;
+        let counter = |users: &Users| users.get(UserKey(1), 1).unwrap().counter_milli_tokens;
         prop_assert_eq!(counter(&piecewise), counter(&at_once));
         let exact = amounts.iter().sum::<u64>() * 1_000_000 / u64::from(weight);
         prop_assert_eq!(counter(&at_once), exact);

@@ -1,9 +1,10 @@
-//! Admission in the state: commands and snapshots. A state without it does not change.
+//! Admission in the state: commands and snapshots.
 
 use state::admission::{AdmissionSettings, ChargeInput};
+use state::budgets::Budget;
 use state::caches::CacheScope;
 use state::command::{
-    Charge, Command, Founding, Item, Lane, Rejection, Reply, UserChanges, UserDefaults, UserSpec,
+    Charge, Command, Founding, Item, Lane, Rejection, Reply, UserDefaults, UserSettings,
 };
 use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
@@ -20,41 +21,28 @@ fn limits(requests: u32) -> UserLimits {
     }
 }
 
-fn put(name: &str, limits: UserLimits) -> Command {
-    Command::PutUserLimits {
-        name: name.to_owned(),
-        limits,
-    }
-}
-
 #[test]
 fn user_limits_are_set_validated_and_removed() {
     let mut driver = Driver::new();
-    assert_eq!(driver.apply(1, put("bob", limits(5))), Reply::Applied);
+    assert_eq!(
+        driver.apply(1, common::limit("bob", limits(5))),
+        Reply::Applied
+    );
     let user = |driver: &Driver| driver.state.user_named("bob");
-    assert_eq!(user(&driver).unwrap().limits, Some(limits(5)));
+    assert_eq!(user(&driver).unwrap().own.limits, Some(limits(5)));
     assert_eq!(user(&driver).unwrap().left.requests, Some(5));
-    let refused = driver.apply(1, put("bob", limits(0)));
+    let refused = driver.apply(1, common::limit("bob", limits(0)));
     assert!(matches!(
         refused,
         Reply::Rejected(Rejection::Invalid { .. })
     ));
-    let refused = driver.apply(1, put("", limits(1)));
+    let refused = driver.apply(1, common::limit("", limits(1)));
     assert!(matches!(
         refused,
         Reply::Rejected(Rejection::Invalid { .. })
     ));
-    driver.apply(1, put("bob", UserLimits::default()));
-    assert_eq!(user(&driver).unwrap().limits, None);
-    let settings = AdmissionSettings {
-        user_limits: limits(0),
-        ..AdmissionSettings::default()
-    };
-    let refused = driver.apply(1, Command::PutAdmission(settings));
-    assert!(matches!(
-        refused,
-        Reply::Rejected(Rejection::Invalid { .. })
-    ));
+    driver.apply(1, common::limit("bob", UserLimits::default()));
+    assert_eq!(user(&driver).unwrap().own.limits, None);
     assert_eq!(driver.state.check(), Ok(()));
 }
 
@@ -96,9 +84,12 @@ fn founding_sets_all_settings_or_none() {
     let registry = state.view().registry();
     assert_eq!(registry.policy, PolicyConfig::LeastRequest);
     assert_eq!(registry.hash_secret, Some(common::secret()));
-    assert!(registry.routing.as_ref().is_some_and(|it| !it.learn));
-    let admission = registry.admission.as_ref().unwrap();
-    assert_eq!((admission.bins, admission.user_limits), (4, limits(5)));
+    assert!(!registry.routing.learn);
+    let admission = &registry.admission;
+    assert_eq!(
+        (admission.bins, registry.user_defaults.limits),
+        (4, limits(5))
+    );
     assert_eq!(state.check(), Ok(()));
     let copy = restored(&snapshot(&state));
     assert_eq!(copy.digest(), state.digest());
@@ -107,64 +98,57 @@ fn founding_sets_all_settings_or_none() {
 }
 
 #[test]
-fn weight_and_limits_are_set_atomically() {
-    let set = |weight_milli, limits| Command::SetUser {
-        user: UserSpec {
-            name: "bob".to_owned(),
-            weight_milli,
+fn a_user_is_replaced_as_a_whole_or_not_at_all() {
+    let settings = |weight_milli, requests| UserSettings {
+        weight_milli: Some(weight_milli),
+        limits: Some(limits(requests)),
+        budget: Some(Budget {
+            day: Some(9),
+            month: None,
+        }),
+        models: vec!["m*".to_owned()],
+        cache: Some(CacheScope::Own),
+    };
+    let wrong = [
+        settings(0, 5),
+        settings(2000, 0),
+        UserSettings {
+            budget: Some(Budget {
+                day: Some(0),
+                month: None,
+            }),
+            ..settings(2000, 5)
         },
-        limits,
-    };
+        UserSettings {
+            models: vec![String::new()],
+            ..settings(2000, 5)
+        },
+        UserSettings {
+            cache: Some(CacheScope::Group(String::new())),
+            ..settings(2000, 5)
+        },
+    ];
     let mut driver = Driver::new();
-    for wrong in [set(0, limits(5)), set(2000, limits(0))] {
-        let refused = driver.apply(1, wrong);
-        assert!(matches!(
-            refused,
-            Reply::Rejected(Rejection::Invalid { .. })
-        ));
-        assert_eq!(driver.state.user_named("bob"), None);
+    let user = |driver: &Driver| driver.state.user_named("bob").map(|user| user.own);
+    for before in [None, Some(settings(500, 7))] {
+        if let Some(before) = &before {
+            driver.apply(1, Command::configure_user("bob", before.clone()));
+        }
+        for wrong in wrong.clone() {
+            let refused = driver.apply(1, Command::configure_user("bob", wrong));
+            let is_invalid = matches!(refused, Reply::Rejected(Rejection::Invalid { .. }));
+            assert!(is_invalid, "{refused:?}");
+            assert_eq!(user(&driver), before);
+        }
     }
-    assert_eq!(driver.apply(1, set(2000, limits(5))), Reply::Applied);
-    let user = driver.state.user_named("bob").unwrap();
-    assert_eq!((user.weight_milli, user.limits), (2000, Some(limits(5))));
-    let none = UserLimits::default();
-    assert_eq!(driver.apply(1, set(500, none)), Reply::Applied);
-    let user = driver.state.user_named("bob").unwrap();
-    assert_eq!((user.weight_milli, user.limits), (500, None));
-    assert_eq!(driver.state.check(), Ok(()));
-}
-
-#[test]
-fn scope_and_weight_are_set_atomically() {
-    let set = |weight_milli, scope| {
-        Command::ConfigureUser(Box::new(UserChanges {
-            name: "bob".to_owned(),
-            weight_milli: Some(weight_milli),
-            cache: Some(scope),
-            ..UserChanges::default()
-        }))
-    };
-    let own = |driver: &Driver| {
-        let bob = user_key(common::HASH_SEED, "bob");
-        driver.state.view().caches().own(bob).cloned()
-    };
-    let nameless = CacheScope::Group(String::new());
-    let mut driver = Driver::new();
-    for wrong in [set(0, Some(CacheScope::Own)), set(500, Some(nameless))] {
-        let refused = driver.apply(1, wrong);
-        assert!(matches!(
-            refused,
-            Reply::Rejected(Rejection::Invalid { .. })
-        ));
-        assert_eq!(driver.state.user_named("bob"), None);
-        assert_eq!(own(&driver), None);
-    }
-    let both = set(2000, Some(CacheScope::Own));
-    assert_eq!(driver.apply(1, both), Reply::Applied);
-    assert_eq!(own(&driver), Some(CacheScope::Own));
-    assert_eq!(driver.state.user_named("bob").unwrap().weight_milli, 2000);
-    assert_eq!(driver.apply(1, set(500, None)), Reply::Applied);
-    assert_eq!(own(&driver), None);
+    driver.apply(1, Command::configure_user("bob", settings(2000, 5)));
+    assert_eq!(user(&driver), Some(settings(2000, 5)));
+    // What a command leaves out is removed.
+    driver.apply(
+        1,
+        Command::configure_user("bob", UserSettings::of_weight(500)),
+    );
+    assert_eq!(user(&driver), Some(UserSettings::of_weight(500)));
     assert_eq!(driver.state.check(), Ok(()));
 }
 
@@ -200,7 +184,7 @@ fn charge_input_decides_which_prompt_tokens_are_charged() {
 #[test]
 fn a_snapshot_keeps_waiting_requests_and_limits() {
     let mut driver = Driver::new();
-    driver.apply(1, put("bob", limits(5)));
+    driver.apply(1, common::limit("bob", limits(5)));
     let user = user_key(common::HASH_SEED, "bob");
     let charge = Charge {
         user,
@@ -218,26 +202,22 @@ fn a_snapshot_keeps_waiting_requests_and_limits() {
 }
 
 #[test]
-fn users_are_published_only_once_wanted() {
+fn users_are_published_if_they_changed() {
     let mut driver = Driver::new();
     let view = driver.state.view();
-    driver.apply(1, put("bob", limits(5)));
+    driver.apply(1, common::limit("bob", limits(5)));
     let bob = user_key(common::HASH_SEED, "bob");
-    assert!(view.users().is_none());
-    assert_eq!(view.quota(bob).limits, UserLimits::default());
-    view.want_users();
-    driver.apply(1, common::batch(Vec::new()));
     assert_eq!(view.quota(bob).limits, limits(5));
-    let users = view.users().expect("they are published");
+    let users = view.users();
     driver.apply(1, common::batch(Vec::new()));
-    let same = view.users().expect("they are published");
+    let same = view.users();
     assert!(std::sync::Arc::ptr_eq(&users, &same), "nothing changed");
     // The default limits change what readers see, although no user changed.
-    let settings = AdmissionSettings {
-        user_limits: limits(7),
-        ..AdmissionSettings::default()
+    let defaults = UserDefaults {
+        limits: limits(7),
+        ..UserDefaults::default()
     };
-    driver.apply(1, Command::PutAdmission(settings));
+    driver.apply(1, Command::PutUserDefaults(Box::new(defaults)));
     assert_eq!(view.quota(state::ids::UserKey(1)).limits, limits(7));
     assert_eq!(view.quota(bob).limits, limits(5));
 }

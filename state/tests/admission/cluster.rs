@@ -42,7 +42,6 @@ impl Replica {
     fn new(id: u8, lag_ms: u64) -> Self {
         let state = RouterState::new();
         let view = state.view();
-        view.want_users();
         Self {
             id: ReplicaId(id),
             state,

@@ -10,11 +10,7 @@ use crate::common;
 const USER: &str = "alice";
 
 fn cluster(lags_ms: &[u64], limits: UserLimits) -> Cluster {
-    let name = USER.to_owned();
-    Cluster::new(
-        lags_ms,
-        vec![common::init(), Command::PutUserLimits { name, limits }],
-    )
+    Cluster::new(lags_ms, vec![common::init(), common::limit(USER, limits)])
 }
 
 fn user() -> UserKey {
@@ -156,13 +152,13 @@ fn a_forgiven_user_is_served_again_and_keeps_what_was_charged() {
         tokens: Some(10),
         ..UserLimits::default()
     };
-    let forgive = Command::ForgiveUser { name: name.clone() };
+    let forgive = Command::ForgiveUser { name };
     let unknown = driver.apply(1, forgive.clone());
     assert!(
         matches!(unknown, Reply::Rejected(Rejection::Invalid { .. })),
         "{unknown:?}"
     );
-    driver.apply(1, Command::PutUserLimits { name, limits });
+    driver.apply(1, common::limit(USER, limits));
     let absurd = Charge {
         user: user(),
         output: 1 << 40,

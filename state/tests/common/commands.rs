@@ -10,8 +10,7 @@ use state::admission::{AdmissionSettings, Concurrency};
 use state::budgets::Budget;
 use state::caches::CacheScope;
 use state::command::{
-    BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserChanges, UserDefaults,
-    UserSpec,
+    BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserDefaults, UserSettings,
 };
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{
@@ -290,43 +289,20 @@ fn admission() -> impl Strategy<Value = AdmissionSettings> {
         1 => Just(Concurrency::Unlimited),
         1 => (0_u32..3).prop_map(Concurrency::Fixed),
     ];
-    (concurrency, 0_u16..6, 0_u32..80_000, user_limits()).prop_map(
-        |(concurrency, bins, inter_token_us, user_limits)| AdmissionSettings {
+    (concurrency, 0_u16..6, 0_u32..80_000).prop_map(|(concurrency, bins, inter_token_us)| {
+        AdmissionSettings {
             concurrency,
             bins,
             inter_token_us,
-            user_limits,
             ..AdmissionSettings::default()
-        },
-    )
+        }
+    })
 }
 
 /// Budgets that some charges use up.
 fn budget() -> impl Strategy<Value = Budget> {
     let of = || prop::option::of(0_u64..3000);
     (of(), of()).prop_map(|(day, month)| Budget { day, month })
-}
-
-fn user_changes() -> impl Strategy<Value = Command> {
-    let models = prop::option::of(prop::sample::select(vec![vec![], vec!["m*".to_owned()]]));
-    (
-        user(),
-        prop::option::of(0_u32..3000),
-        prop::option::of(user_limits()),
-        prop::option::of(budget()),
-        models,
-        prop::option::of(prop::option::of(scope())),
-    )
-        .prop_map(|((_, name), weight_milli, limits, budget, models, cache)| {
-            Command::ConfigureUser(Box::new(UserChanges {
-                name,
-                weight_milli,
-                limits,
-                budget,
-                models,
-                cache,
-            }))
-        })
 }
 
 fn scope() -> impl Strategy<Value = CacheScope> {
@@ -338,6 +314,31 @@ fn scope() -> impl Strategy<Value = CacheScope> {
         group(""),
     ];
     prop::sample::select(scopes.to_vec())
+}
+
+fn user_settings() -> impl Strategy<Value = Command> {
+    let models = prop::sample::select(vec![vec![], vec!["m*".to_owned()]]);
+    (
+        user(),
+        prop::option::of(0_u32..3000),
+        prop::option::of(user_limits()),
+        prop::option::of(budget()),
+        models,
+        prop::option::of(scope()),
+    )
+        .prop_map(|((_, name), weight_milli, limits, budget, models, cache)| {
+            let settings = UserSettings {
+                weight_milli,
+                limits,
+                budget,
+                models,
+                cache,
+            };
+            Command::ConfigureUser {
+                name,
+                settings: Box::new(settings),
+            }
+        })
 }
 
 fn user_defaults() -> impl Strategy<Value = Command> {
@@ -389,17 +390,8 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => name().prop_map(|name| Command::DeleteBackend { name }),
         1 => (name(), any::<bool>())
             .prop_map(|(name, draining)| Command::SetDraining { name, draining }),
-        1 => (user(), 0_u32..3000).prop_map(|((_, name), weight_milli)| {
-            Command::PutUser(UserSpec { name, weight_milli })
-        }),
         1 => Just(Command::PutPolicy(PolicyConfig::LeastRequest)),
-        1 => (user(), user_limits())
-            .prop_map(|((_, name), limits)| Command::PutUserLimits { name, limits }),
-        1 => (user(), 0_u32..3000, user_limits()).prop_map(|((_, name), weight_milli, limits)| {
-            let user = UserSpec { name, weight_milli };
-            Command::SetUser { user, limits }
-        }),
-        1 => user_changes(),
+        4 => user_settings(),
         1 => user_defaults(),
         1 => user().prop_map(|(_, name)| Command::ForgiveUser { name }),
         1 => user().prop_map(|(_, name)| Command::DeleteUser { name }),

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::command::{
-    BackendSpec, Charge, Command, Envelope, Founding, Item, Lane, Origin, Reply, UserSpec,
+    BackendSpec, Charge, Command, Envelope, Founding, Item, Lane, Origin, Reply, UserSettings,
 };
 use state::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ModelKey,
@@ -17,6 +17,7 @@ use state::keys::{ApiKeySpec, SecretHash};
 use state::kv_events::{KvBatch, KvEvent, KvMessage, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::{HashSecret, user_key};
+use state::quotas::UserLimits;
 use state::service::ServiceSample;
 
 /// Seed of all hashes in these tests.
@@ -33,6 +34,15 @@ pub(crate) fn init() -> Command {
 /// Returns the hash secret that [`init`] gives the cluster.
 pub(crate) fn secret() -> HashSecret {
     HashSecret::of_number(HASH_SEED)
+}
+
+/// Returns the command that gives the user `name` limits, and no other settings.
+pub(crate) fn limit(name: &str, limits: UserLimits) -> Command {
+    let settings = UserSettings {
+        limits: Some(limits),
+        ..UserSettings::default()
+    };
+    Command::configure_user(name, settings)
 }
 
 /// Returns the description of a backend on a loopback port.
@@ -280,7 +290,7 @@ pub(crate) fn measured_sample() -> RouterState {
     state
 }
 
-/// Returns a state with everything that format version 1 has.
+/// Returns a state with backends, users, leases and blocks.
 pub(crate) fn sample() -> RouterState {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));
@@ -294,10 +304,7 @@ pub(crate) fn sample() -> RouterState {
     driver.apply(1, Command::PutBackend(spec("c", 3, Some(5))));
     driver.apply(
         1,
-        Command::PutUser(UserSpec {
-            name: "bob".to_owned(),
-            weight_milli: 2000,
-        }),
+        Command::configure_user("bob", UserSettings::of_weight(2000)),
     );
     for replica in 1..=2 {
         let backend = BackendRef {

@@ -1,6 +1,6 @@
 // Changes to the cluster, each confirmed by a dialog that states its effect.
 
-import { call } from './api.js';
+import { call, edit, pathOfUser } from './api.js';
 import { h, put, swap } from './dom.js';
 import { refresh } from './live.js';
 
@@ -13,7 +13,8 @@ export function toast(text, kind = '') {
 
 /**
  * Shows a confirmation dialog, then makes the change. `effect`: lines that describe it. `fields`:
- * extra input nodes. `request()` returns `{ method, path, body }`, or throws what is wrong with them.
+ * extra input nodes. `request()` returns `{ method, path, body }`, or `{ path, change }` to edit settings, or throws what is
+ * wrong with the fields.
  */
 export function confirm({ title, effect, fields = [], verb, request, done, isGrave = false }) {
   const fault = h('p', { class: 'fault', role: 'alert', hidden: true });
@@ -30,8 +31,8 @@ export function confirm({ title, effect, fields = [], verb, request, done, isGra
     go.disabled = true;
     fault.hidden = true;
     try {
-      const { method, path, body } = request();
-      const answer = await call(method, path, { body });
+      const { method, path, body, change } = request();
+      const answer = await (change ? edit(path, change) : call(method, path, { body }));
       dialog.close();
       toast(`${done}${answer?.index ? ` at index ${answer.index}` : ''}.`, 'good');
       refresh();
@@ -78,7 +79,7 @@ export function setWeight(user) {
     request: () => {
       const milli = Math.round(Number(input.value) * 1000);
       if (!(milli >= 1)) throw new Error('Expected a number above 0.');
-      return { method: 'PUT', path: `/admin/v1/users/${encodeURIComponent(user.name)}`, body: { weight_milli: milli } };
+      return { path: pathOfUser(user.name), change: (config) => ({ ...config, weight_milli: milli }) };
     },
     done: `Weight of ${user.name} is set`,
   });

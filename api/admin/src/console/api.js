@@ -40,11 +40,11 @@ async function open(method, path, { body, signal, ...more } = {}) {
   throw new ApiError(answer.status, problem);
 }
 
-export async function call(method, path, { body, signal } = {}) {
+export async function call(method, path, { body, headers, signal } = {}) {
   const limit = AbortSignal.timeout(TIMEOUT_MS);
   const both = signal ? AbortSignal.any([signal, limit]) : limit;
   try {
-    const answer = await open(method, path, { body, signal: both });
+    const answer = await open(method, path, { body, headers, signal: both });
     const text = await answer.text();
     return text ? JSON.parse(text) : undefined;
   } catch (fault) {
@@ -55,6 +55,16 @@ export async function call(method, path, { body, signal } = {}) {
 }
 
 export const get = (path, signal) => call('GET', path, { signal });
+
+/** Path of a user; the unencoded name `defaults` is the path of the defaults of users. */
+export const pathOfUser = (name) => `/admin/v1/users/${name === 'defaults' ? '%64efaults' : encodeURIComponent(name)}`;
+
+/** Replaces settings with what `change(config)` makes of them, unless somebody else has just changed them. */
+export async function edit(path, change) {
+  const read = await open('GET', path);
+  const { config } = await read.json();
+  return call('PUT', path, { body: change(config), headers: { 'if-match': read.headers.get('etag') } });
+}
 
 /** Fetches all pages of a list in order and calls `take(page)` for each. */
 export async function pages(path, take, signal) {

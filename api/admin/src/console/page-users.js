@@ -1,6 +1,6 @@
 // The users, those that wait, and whether each gets a fair share.
 
-import { every, get } from './api.js';
+import { every, get, pathOfUser } from './api.js';
 import { setWeight } from './actions.js';
 import { meter } from './charts.js';
 import { h, icon, put, swap } from './dom.js';
@@ -85,8 +85,8 @@ export function mount(root, signal, [wanted]) {
       ['Counter', `${count(it.counter_milli_tokens / 1000)} tokens, priced and divided by weight`], ['Weight', String(it.weight_milli / 1000)],
       ['Share lately', it.share === null ? 'Not active' : `${percent(it.share, 1)}; fair by weight: ${percent(it.fair, 1)}`],
       ['Requests', count(it.total.requests)], ['Prompt tokens', `${count(it.total.input_uncached)} computed, ${count(it.total.input_cached)} cached`],
-      ['Output tokens', count(it.total.output)], ['Limits left', left(it)], ['Models', it.models?.join(', ') || 'All'],
-      ['Cached blocks', it.cache === 'isolated' ? 'Kept apart' : it.cache_group ? `Shared in ${it.cache_group}` : it.cache ?? 'As by default'],
+      ['Output tokens', count(it.total.output)], ['Limits left', left(it)], ['Models', it.config.models?.join(', ') || 'All'],
+      ['Cached blocks', cacheOf(it.config.cache)],
       ['Last charged', time(it.last_charge_ms)],
     ];
     if (detail.shown !== it.name) {
@@ -132,8 +132,14 @@ export function mount(root, signal, [wanted]) {
   }, (fault) => { if (!known.size) put(summary, fault.message); });
   get('/admin/v1/admission', signal).then((it) => { isUncachedOnly = it.config.charge === 'uncached'; }, () => {});
   watch(signal, (what) => {
-    if (what === 'written' && open) get(`/admin/v1/users/${encodeURIComponent(open)}`, signal).then((it) => { take(it); show(); }, () => {});
+    if (what === 'written' && open) get(pathOfUser(open), signal).then((it) => { take(it); show(); }, () => {});
   });
+}
+
+function cacheOf(scope) {
+  if (!scope) return 'As by default';
+  if (scope === 'isolated') return 'Kept apart';
+  return scope === 'shared' ? 'Shared' : `Shared in ${scope.replace('group:', '')}`;
 }
 
 function left(it) {

@@ -3,7 +3,7 @@
 use axum::extract::{Extension, State};
 use http::HeaderMap;
 use schemars::JsonSchema;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::super::AdminState;
 use super::super::answer::{JSON, Json, MaybeJson, PathName, PathParam, QueryParams};
@@ -116,15 +116,13 @@ impl<T: JsonSchema> DescribeRequest for MaybeJson<T> {
 impl<T: ReplacedSettings + JsonSchema> DescribeRequest for WrittenSettings<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let config = schemas.request::<T>();
+        let shown = T::AROUND.iter().map(|name| ((*name).to_owned(), json!({})));
+        let mut properties: Map<String, Value> = shown.collect();
+        properties.insert("config".to_owned(), config.clone());
         let around = json!({
             "type": "object",
             "description": "An edited response of `GET`. Only `config` is written.",
-            "properties": {
-                "config": config,
-                "index": {},
-                "is_set": {},
-                "is_of_model": {},
-            },
+            "properties": properties,
             "required": ["config"],
             "additionalProperties": false,
         });

@@ -6,9 +6,9 @@ use super::super::describe::problems::{
 };
 use super::super::describe::served;
 use super::super::{
-    admission, audit, backends, backup, bins, caches, cluster, config, console, decisions,
-    discovery, explain, keys, log_level, openapi, ownership, policy, prefixes, probes, reload,
-    replicas, restore, stream, user_defaults, users, waiting, whoami,
+    admission, audit, backends, backup, bins, cluster, config, console, decisions, discovery,
+    explain, keys, log_level, openapi, ownership, policy, prefixes, probes, reload, replicas,
+    restore, stream, user_defaults, users, waiting, whoami,
 };
 use super::call::{ADMIN, OPEN, OPERATOR, SCRAPE, VIEWER, delete, get, post, put};
 use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDING, WHAT_IF};
@@ -250,6 +250,23 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
         )],
     },
     RouteInfo {
+        path: "/admin/v1/users/defaults",
+        calls: &[
+            get(
+                "getUserDefaults",
+                VIEWER,
+                "The defaults of users. A user of this name is at `/admin/v1/users/%64efaults`.",
+                || served(user_defaults::show),
+            ),
+            put(
+                "putUserDefaults",
+                OPERATOR,
+                "Replaces the defaults of users.",
+                || served(user_defaults::put),
+            ),
+        ],
+    },
+    RouteInfo {
         path: "/admin/v1/users/{name}",
         calls: &[
             get(
@@ -262,8 +279,8 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             put(
                 "putUser",
                 OPERATOR,
-                "Changes a user, or creates it. Absent fields keep their values. Accepts what \
- `GET` returns.",
+                "Replaces the settings of a user, or creates it. The defaults apply to absent \
+ fields. Accepts what `GET` returns.",
                 || served(users::put),
             ),
             delete(
@@ -293,37 +310,6 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             "Users whose requests wait at this replica, longest wait first.",
             || served(waiting::list),
         )],
-    },
-    RouteInfo {
-        path: "/admin/v1/user-defaults",
-        calls: &[
-            get("getUserDefaults", VIEWER, "The defaults of users.", || {
-                served(user_defaults::show)
-            }),
-            put(
-                "putUserDefaults",
-                OPERATOR,
-                "Replaces the defaults of users.",
-                || served(user_defaults::put),
-            ),
-        ],
-    },
-    RouteInfo {
-        path: "/admin/v1/cache",
-        calls: &[
-            get(
-                "getCache",
-                VIEWER,
-                "Whether users without their own setting share cached blocks.",
-                || served(caches::show),
-            ),
-            put(
-                "putCache",
-                OPERATOR,
-                "Sets whether users without their own setting share cached blocks.",
-                || served(caches::put),
-            ),
-        ],
     },
     RouteInfo {
         path: "/admin/v1/keys",

@@ -179,15 +179,13 @@ fn every_route_requires_a_role() {
         POST /admin/v1/backends/{id}/undrain: operator
         GET /admin/v1/discovery: viewer
         GET /admin/v1/users: viewer
+        GET /admin/v1/users/defaults: viewer
+        PUT /admin/v1/users/defaults: operator
         GET /admin/v1/users/{name}: viewer
         PUT /admin/v1/users/{name}: operator
         DELETE /admin/v1/users/{name}: operator
         POST /admin/v1/users/{name}/forgive: operator
         GET /admin/v1/waiting: viewer
-        GET /admin/v1/user-defaults: viewer
-        PUT /admin/v1/user-defaults: operator
-        GET /admin/v1/cache: viewer
-        PUT /admin/v1/cache: operator
         GET /admin/v1/keys: viewer
         POST /admin/v1/keys: operator
         GET /admin/v1/keys/{id}: viewer

@@ -1,7 +1,6 @@
 //! The admin API, called without a socket, on a cluster that applies its commands to a real state.
 
 mod backups;
-mod caches;
 mod conventions;
 mod events;
 mod gate;
@@ -14,6 +13,7 @@ mod reads;
 mod recordings;
 mod replicas;
 mod settings;
+mod users;
 mod writes;
 
 use std::collections::BTreeMap;

@@ -219,7 +219,6 @@ async fn metrics_carry_no_users() {
 #[tokio::test]
 async fn user_metrics_are_sums() {
     let bench = Bench::new();
-    bench.admin.view.want_users();
     for (name, requests) in [("ada", 1), ("bob", 2)] {
         let body = format!("{{\"limits\":{{\"requests\":{requests},\"window\":\"1h\"}}}}");
         let path = format!("/admin/v1/users/{name}");

@@ -296,8 +296,8 @@ impl RequestReader {
     ) -> Result<CacheIsolation, ProxyError> {
         let hashing = self.view.registry().hashing();
         let salt = {
-            let scopes = self.view.caches();
-            let scope = scopes.of(user.key(hashing.seed));
+            let users = self.view.users();
+            let scope = users.scope(user.key(hashing.seed));
             let of_client = request.parsed.cache_salt.as_deref();
             salt(&hashing, scope, user.as_str(), of_client)
         };

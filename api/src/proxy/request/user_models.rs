@@ -14,10 +14,7 @@ pub(super) fn check_user_model(
     user: &str,
     model: &str,
 ) -> Result<(), ProxyError> {
-    let Some(users) = view.users() else {
-        return Ok(());
-    };
-    let user = user_key(view.registry().hash_seed, user);
+    let (users, user) = (view.users(), user_key(view.registry().hash_seed, user));
     if users.allows_model(user, model) {
         return Ok(());
     }
@@ -54,8 +51,7 @@ impl Holder {
     pub(in crate::proxy) fn has_some_models(&self, view: &StateView) -> bool {
         let of_user = |user: &str| {
             let user = user_key(view.registry().hash_seed, user);
-            let users = view.users();
-            users.is_some_and(|users| !users.models(user).is_empty())
+            !view.users().models(user).is_empty()
         };
         self.has_models() || self.user().is_some_and(of_user)
     }

@@ -26,11 +26,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use state::StateView;
 use state::ids::{BackendRef, BlockHash, LogIndex};
 use state::policy::{
     Choice, CostSettings, MatchBy, PolicyConfig, PolicyInputs, PolicyRequest, UserTokens,
 };
-use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -378,7 +378,7 @@ impl Decider {
         scratch: &mut DecisionScratch,
     ) {
         let service = self.view.service();
-        let learns = needs.learnt && learns(&fleet.registry);
+        let learns = needs.learnt && fleet.registry.routing.learn;
         for candidate in &mut scratch.candidates {
             let served = service.get(candidate.slot);
             let capacity = served.and_then(|served| served.capacity_blocks);
@@ -420,14 +420,6 @@ impl Decider {
             },
         }
     }
-}
-
-/// Whether learned prices are enabled, which is the default.
-fn learns(registry: &Registry) -> bool {
-    registry
-        .routing
-        .as_ref()
-        .is_none_or(|routing| routing.learn)
 }
 
 /// Returns a key for the prompt's first `blocks` blocks, or for as many as it has. A prompt shorter

@@ -66,8 +66,7 @@ impl RoutingTable {
                 .iter()
                 .map(|backend| backend.spec.id.as_str())
         };
-        let routing = registry.routing.as_ref();
-        let models = routing.iter().flat_map(|routing| &routing.models);
+        let models = registry.routing.models.iter();
         Self {
             live: Arc::new(registry.policy.clone()),
             of_models: models

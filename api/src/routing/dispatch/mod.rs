@@ -20,7 +20,6 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use state::StateView;
-use state::admission::AdmissionSettings;
 use state::command::{Charge, Item};
 use state::ids::{AttemptId, BackendRef, ModelKey, SessionId, UserKey};
 use tokio::time::Instant;
@@ -153,8 +152,7 @@ impl Dispatcher {
     /// it.
     pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
         let registry = self.view.registry();
-        let settings = registry.admission.as_ref();
-        if settings.is_some_and(AdmissionSettings::wants_outputs) {
+        if registry.admission.wants_outputs() {
             let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
             self.lengths.add(user, model, tokens);
         }

@@ -337,8 +337,7 @@ impl Shares {
         let started = self.load.started(backend);
         inner.book.set_demand(backend, demand, started);
         let registry = self.view.registry();
-        let settings = registry.admission.as_ref();
-        let is_whole = settings.is_some_and(|it| it.batching == Batching::Static);
+        let is_whole = registry.admission.batching == Batching::Static;
         let plan = inner.book.plan(backend, is_whole);
         let mut gave = false;
         for (to, places) in plan.gifts {

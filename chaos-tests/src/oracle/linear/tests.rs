@@ -4,7 +4,7 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use state::RouterState;
 use state::codec::encode_envelope;
-use state::command::{Command, Committed, Envelope, Founding, Lane, Origin, UserSpec};
+use state::command::{Command, Committed, Envelope, Founding, Lane, Origin, UserSettings};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig};
 
@@ -12,7 +12,7 @@ use crate::invariants::fixture::{drain, put, run};
 use crate::invariants::{linearizable, linearizable_by_search};
 use crate::oracle::RunRecord;
 use crate::oracle::history::{Action, OperationResult};
-use crate::oracle::register::RegisterKey;
+use crate::oracle::register::{self, RegisterKey};
 
 const CLIENTS: u32 = 4;
 
@@ -113,11 +113,7 @@ impl LinearizableRun {
         let (command, key) = match self.rng.random_range(0..4) {
             0 => {
                 let weight_milli = self.rng.random_range(1..4);
-                let spec = UserSpec {
-                    name: text.clone(),
-                    weight_milli,
-                };
-                (Command::PutUser(spec), RegisterKey::Weight(text))
+                (weigh(name, weight_milli), RegisterKey::User(text))
             }
             1 => {
                 let port = self.rng.random_range(1..4);
@@ -158,7 +154,7 @@ fn broken(seed: u64, by: &str) -> Option<RunRecord> {
         .filter(|at| matches!(operations[*at].outcome, OperationResult::Read { .. }))
         .collect::<Vec<_>>();
     let of = |at: &usize| match &operations[*at].action {
-        Action::Read(RegisterKey::Weight(name)) => Some(name.clone()),
+        Action::Read(RegisterKey::User(name)) => Some(name.clone()),
         _ => None,
     };
     let reads: Vec<usize> = reads.into_iter().filter(|at| of(at).is_some()).collect();
@@ -200,8 +196,8 @@ fn broken(seed: u64, by: &str) -> Option<RunRecord> {
             (stale.called_at_us, stale.returned_at_us) = (after_us + 1, Some(after_us + 2));
             stale.outcome = OperationResult::Read { index, value };
             let is_written_again = operations.iter().any(|it| {
-                matches!(&it.action, Action::Write(Command::PutUser(spec))
-                    if Some(&spec.name) == of(&second).as_ref() && it.called_at_us < after_us + 2
+                matches!(&it.action, Action::Write(Command::ConfigureUser { name, .. })
+                    if Some(name) == of(&second).as_ref() && it.called_at_us < after_us + 2
                         && (it.outcome == OperationResult::Unknown
                             || it.returned_at_us.is_none_or(|at_us| at_us > span(second).0)))
             });
@@ -229,6 +225,10 @@ fn broken_reads_are_refused_by_both() {
     }
 }
 
+fn weigh(name: &str, weight_milli: u32) -> Command {
+    Command::configure_user(name, UserSettings::of_weight(weight_milli))
+}
+
 /// Returns the record of writes and reads of one user's weight in turn: `(weight, is_read)`.
 fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
     let mut history = LinearizableRun::founded(1);
@@ -236,13 +236,13 @@ fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
         let name = "a".to_owned();
         let (action, outcome) = if is_read {
             let index = history.state.applied();
-            let value = Some(weight_milli.to_string());
+            let value = register::user(&UserSettings::of_weight(weight_milli));
             (
-                Action::Read(RegisterKey::Weight(name)),
+                Action::Read(RegisterKey::User(name)),
                 OperationResult::Read { index, value },
             )
         } else {
-            let command = Command::PutUser(UserSpec { name, weight_milli });
+            let command = weigh(&name, weight_milli);
             let committed = history.commit(step * 100 + 5, command.clone());
             (Action::Write(command), OperationResult::Written(committed))
         };
@@ -288,9 +288,7 @@ fn an_unknown_write_may_apply_late_or_never_but_not_vanish() {
         let mut steps = vec![(1, false)];
         steps.extend(reads.iter().map(|weight| (*weight, true)));
         let mut record = one_after_the_other(&steps);
-        let name = "a".to_owned();
-        let weight_milli = 9;
-        let action = Action::Write(Command::PutUser(UserSpec { name, weight_milli }));
+        let action = Action::Write(weigh("a", 9));
         record.history.call(2, run(1, 1), 150, action);
         linearizable_by_search::check(&record)
     };
@@ -304,16 +302,14 @@ fn an_unknown_write_may_apply_late_or_never_but_not_vanish() {
 fn an_expensive_search_is_left_undecided() {
     let mut record = one_after_the_other(&[(1, false)]);
     for weight_milli in 10..20 {
-        let name = "a".to_owned();
-        let spec = UserSpec { name, weight_milli };
-        let action = Action::Write(Command::PutUser(spec));
+        let action = Action::Write(weigh("a", weight_milli));
         let history = &mut record.history;
         history.call(weight_milli, run(1, 1), 150, action);
         let read = history.call(50, run(1, 1), u64::from(weight_milli) * 1000, {
-            Action::Read(RegisterKey::Weight("a".to_owned()))
+            Action::Read(RegisterKey::User("a".to_owned()))
         });
         let index = LogIndex(2);
-        let value = Some(weight_milli.to_string());
+        let value = register::user(&UserSettings::of_weight(weight_milli));
         let at_us = 100_000;
         let outcome = OperationResult::Read { index, value };
         history.operations.last_mut().unwrap().client = weight_milli + 100;

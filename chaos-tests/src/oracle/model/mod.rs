@@ -19,10 +19,7 @@ pub mod users;
 use std::collections::BTreeMap;
 
 use state::admission::{AdmissionSettings, ChargeInput, Order};
-use state::command::{
-    Charge, Command, Envelope, Founding, Item, LeaseOutcome, Rejection, Reply, UserChanges,
-    UserDefaults,
-};
+use state::command::{Charge, Command, Envelope, Founding, Item, LeaseOutcome, Rejection, Reply};
 use state::discovery::DiscoveryChange;
 use state::ids::{ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, UserKey};
 use state::keys::SecretHash;
@@ -141,20 +138,13 @@ impl ReferenceModel {
                 self.follow(change);
             }
             Command::SetDraining { name, draining } => self.registry.drain(name, *draining),
-            Command::PutUser(user) | Command::SetUser { user, .. } => {
-                self.users.weigh(&user.name, user.weight_milli);
-            }
             Command::ExpireSession { replica, session } => {
                 if self.sessions.is_current(*replica, *session) {
                     self.close(*replica);
                 }
             }
             Command::PutAdmission(settings) => self.admit_by(settings),
-            Command::PutUserLimits { name, limits } if !limits.is_unbounded() => {
-                self.users.know(self.users.key(name));
-            }
-            Command::PutUserLimits { .. }
-            | Command::PutPolicy(_)
+            Command::PutPolicy(_)
             | Command::PutRouting(_)
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }
@@ -167,10 +157,8 @@ impl ReferenceModel {
             }
             Command::RevokeKey { id } => drop(self.secrets.remove(id)),
             Command::RotateKey { id, secret, .. } => self.rotate(id, *secret),
-            Command::ConfigureUser(changes) => self.configure(changes),
-            Command::SetCacheScope { scope: None, .. } => {}
-            Command::SetCacheScope { user, .. } => self.users.know_named(user.as_deref()),
-            Command::PutUserDefaults(defaults) => self.default_users(defaults),
+            Command::ConfigureUser { name, settings } => self.users.configure(name, settings),
+            Command::PutUserDefaults(defaults) => self.users.set_defaults(defaults),
             Command::DeleteUser { name } => self.users.delete(name),
             // Simulated engines have one rank.
             Command::SetRanks { .. } => {}
@@ -197,26 +185,11 @@ impl ReferenceModel {
         self.follow(effect);
     }
 
-    fn configure(&mut self, changes: &UserChanges) {
-        if let Some(weight_milli) = changes.weight_milli {
-            self.users.weigh(&changes.name, weight_milli);
-        }
-        if makes_known(changes) {
-            self.users.know(self.users.key(&changes.name));
-        }
-        self.users.plan(&changes.name, changes.budget);
-    }
-
-    fn default_users(&mut self, defaults: &UserDefaults) {
-        self.users.weigh_others(defaults.weight_milli);
-        self.users.plan_others(defaults.budget);
-    }
-
     fn found(&mut self, founding: &Founding) {
         self.prices = founding.fairness;
         self.users.begin(founding.hash_seed);
         self.admit_by(&founding.admission);
-        self.default_users(&founding.user_defaults);
+        self.users.set_defaults(&founding.user_defaults);
     }
 
     /// Applies a command that writes registers, and returns the reply.
@@ -385,12 +358,4 @@ impl ReferenceModel {
             .get(&backend.slot.0)
             .is_none_or(|cache| cache.is_followed)
     }
-}
-
-/// Returns whether the changes add a user who is unknown so far.
-fn makes_known(changes: &UserChanges) -> bool {
-    changes.limits.is_some_and(|it| !it.is_unbounded())
-        || changes.budget.is_some_and(|it| !it.is_unbounded())
-        || changes.models.as_ref().is_some_and(|it| !it.is_empty())
-        || matches!(changes.cache, Some(Some(_)))
 }

@@ -49,11 +49,8 @@ struct RecordedLog {
 fn is_valid(command: &Command) -> bool {
     match command {
         Command::SetRanks { .. } => false,
-        Command::PutUser(user) => user.weight_milli > 0,
-        Command::PutUserLimits { limits, .. } => limits.validate().is_ok(),
-        Command::SetUser { user, limits } => user.weight_milli > 0 && limits.validate().is_ok(),
         Command::PutAdmission(settings) => settings.validate().is_ok(),
-        Command::ConfigureUser(changes) => changes.validate().is_ok(),
+        Command::ConfigureUser { settings, .. } => settings.validate().is_ok(),
         Command::PutUserDefaults(defaults) => defaults.validate().is_ok(),
         _ => true,
     }

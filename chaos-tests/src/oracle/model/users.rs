@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use state::admission::ChargeInput;
 use state::budgets::Budget;
-use state::command::{Charge, Rejection};
+use state::command::{Charge, Rejection, UserDefaults, UserSettings};
 use state::ids::{ReplicaId, UserKey};
 use state::prefix::user_key;
 use state::users::{FairnessSettings, UserUsage};
+
+use crate::oracle::register;
 
 /// Maximum of each count in one charge. A greater count is reduced to this.
 const TOKENS_MAX: u64 = 1 << 40;
@@ -19,10 +21,8 @@ pub struct ModelUsers {
     /// Users by key.
     pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
-    /// Weight of users without their own, in thousandths. 0, if none was set, counts as 1000.
-    default_milli: u32,
-    /// Budget of users without their own.
-    default_budget: Budget,
+    /// Weight and budget of users without their own.
+    defaults: UserDefaults,
     /// Stamp of the last command in milliseconds, which determines the day of budgets.
     pub stamp_ms: u64,
     /// Counter of the user who stopped waiting last, or who was dispatched since while none waited.
@@ -34,10 +34,10 @@ pub struct ModelUsers {
 /// Usage, counter and budget of one user.
 #[derive(Debug, Clone)]
 pub struct ModelUser {
-    /// Weight of the user, in thousandths.
-    pub weight_milli: u32,
-    /// Whether the weight was set for this user, instead of by default.
-    has_weight: bool,
+    /// Weight set for the user, in thousandths; `None` for the default.
+    own_milli: Option<u32>,
+    /// Weight at the last charge, in thousandths.
+    charged_milli: u32,
     /// Total number of tokens and requests.
     pub total: UserUsage,
     /// Number of requests in flight, by replica.
@@ -57,8 +57,8 @@ pub struct ModelUser {
 impl Default for ModelUser {
     fn default() -> Self {
         Self {
-            weight_milli: 1000,
-            has_weight: false,
+            own_milli: None,
+            charged_milli: 1000,
             own_budget: None,
             day: (0, 0),
             total: UserUsage::default(),
@@ -91,7 +91,7 @@ impl ModelUser {
     /// Returns the virtual token counter, in milli-tokens.
     #[must_use]
     pub fn counter(&self) -> u64 {
-        let charged = self.charged * 1_000_000 / u128::from(self.weight_milli);
+        let charged = self.charged * 1_000_000 / u128::from(self.charged_milli);
         self.base + u64::try_from(charged).unwrap_or(u64::MAX)
     }
 
@@ -116,11 +116,12 @@ impl ModelUser {
         }
     }
 
+    /// Counts by this weight from now on.
     fn weigh(&mut self, weight_milli: u32) {
-        if self.weight_milli != weight_milli {
+        if self.charged_milli != weight_milli {
             self.base = self.counter();
             self.charged = 0;
-            self.weight_milli = weight_milli;
+            self.charged_milli = weight_milli;
         }
     }
 
@@ -144,29 +145,33 @@ impl ModelUsers {
 
     /// Returns the user with this key. Adds the user if it is unknown.
     fn user(&mut self, user: UserKey) -> &mut ModelUser {
-        let weight_milli = match self.default_milli {
-            0 => 1000,
-            set => set,
-        };
-        self.users.entry(user).or_insert_with(|| ModelUser {
-            weight_milli,
-            ..ModelUser::default()
-        })
+        self.users.entry(user).or_default()
     }
 
-    /// Sets or removes a user's own budget; `None` leaves it unchanged.
-    pub(super) fn plan(&mut self, name: &str, budget: Option<Budget>) {
-        let is_counted = !self.default_budget.is_unbounded();
+    /// Replaces the settings of a user. The user becomes known if anything is set.
+    pub(super) fn configure(&mut self, name: &str, settings: &UserSettings) {
+        let is_counted = !self.defaults.budget.is_unbounded();
         let key = self.key(name);
-        let Some(user) = self.users.get_mut(&key) else {
+        if register::user(settings).is_none() && !self.users.contains_key(&key) {
             return;
-        };
-        if let Some(budget) = budget {
-            user.own_budget = (!budget.is_unbounded()).then_some(budget);
         }
+        let user = self.user(key);
+        user.own_milli = settings.weight_milli;
+        user.own_budget = settings.budget.filter(|budget| !budget.is_unbounded());
         if user.own_budget.is_none() && !is_counted {
             user.day = (0, 0);
         }
+    }
+
+    /// Replaces the defaults of users.
+    pub(super) fn set_defaults(&mut self, defaults: &UserDefaults) {
+        self.defaults = defaults.clone();
+    }
+
+    /// Returns the weight that applies to a user, in thousandths.
+    #[must_use]
+    pub fn weight_milli(&self, user: &ModelUser) -> u32 {
+        user.own_milli.unwrap_or(self.defaults.weight_milli)
     }
 
     pub(super) fn check_forgive(&self, name: &str) -> Result<(), Rejection> {
@@ -186,44 +191,18 @@ impl ModelUsers {
         }
     }
 
-    pub(super) fn plan_others(&mut self, budget: Budget) {
-        self.default_budget = budget;
-    }
-
     /// Returns the number of tokens that a user has used today, and the limit; `None` without a
     /// daily budget.
     #[must_use]
     pub fn today(&self, user: &ModelUser) -> Option<(u64, u64)> {
-        let limit = user.own_budget.unwrap_or(self.default_budget).day?;
+        let limit = user.own_budget.unwrap_or(self.defaults.budget).day?;
         Some((user.of_day(self.stamp_ms).1, limit))
-    }
-
-    /// Sets the weight of all users without a weight of their own.
-    pub(super) fn weigh_others(&mut self, weight_milli: u32) {
-        self.default_milli = weight_milli;
-        for user in self.users.values_mut() {
-            if !user.has_weight {
-                user.weigh(weight_milli);
-            }
-        }
-    }
-
-    pub(super) fn know_named(&mut self, name: Option<&str>) {
-        if let Some(name) = name {
-            self.know(self.key(name));
-        }
     }
 
     /// Returns the key of the user with this name.
     #[must_use]
     pub fn key(&self, name: &str) -> UserKey {
         user_key(self.hash_seed, name)
-    }
-
-    pub(super) fn weigh(&mut self, name: &str, weight_milli: u32) {
-        let user = self.user(self.key(name));
-        user.has_weight = true;
-        user.weigh(weight_milli);
     }
 
     pub(super) fn check_delete(&self, name: &str) -> Result<(), Rejection> {
@@ -259,8 +238,10 @@ impl ModelUsers {
     pub(super) fn charge(&mut self, replica: ReplicaId, charge: &Charge, due: u64) {
         let virtual_time = self.virtual_time();
         let has_queued = self.last_left.is_some() || self.anybody_waits();
-        let (stamp_ms, default) = (self.stamp_ms, self.default_budget);
+        let (stamp_ms, default) = (self.stamp_ms, self.defaults.budget);
+        let default_milli = self.defaults.weight_milli;
         let user = self.user(charge.user);
+        user.weigh(user.own_milli.unwrap_or(default_milli));
         if !user.own_budget.unwrap_or(default).is_unbounded() {
             user.spend(stamp_ms, charge);
         }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use state::command::Command;
+use state::command::{Command, UserSettings};
 use state::quotas::UserLimits;
 use state::{STAMP_LATE_MS_MAX, UNANIMOUS_MS};
 
@@ -29,8 +29,11 @@ pub(super) async fn wait_out(handles: &ReplicaHandles, client: u32) {
         window_ms: Some(WINDOW_MS),
         ..UserLimits::default()
     };
-    let name = user.clone();
-    operator::submit(handles, client, Command::PutUserLimits { name, limits }).await;
+    let settings = UserSettings {
+        limits: Some(limits),
+        ..UserSettings::default()
+    };
+    operator::submit(handles, client, Command::configure_user(&user, settings)).await;
     let mut requests = 0;
     while requests < REQUESTS_MAX {
         requests += 1;

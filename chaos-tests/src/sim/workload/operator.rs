@@ -6,7 +6,7 @@ use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Order,
 };
 use state::budgets::Budget;
-use state::command::{Command, Committed, Reply, UserChanges, UserSpec};
+use state::command::{Command, Committed, Reply, UserSettings};
 use state::ids::{ApiKeyId, ReplicaId};
 use state::keys::{ApiKeySpec, SecretHash};
 use state::policy::{PolicyConfig, RoutingSettings};
@@ -89,13 +89,10 @@ fn name(command: &Command) -> &'static str {
         Command::DeleteBackend { .. } => "delete-backend",
         Command::SetDraining { .. } => "drain",
         Command::Discover(_) => "discover",
-        Command::PutUser(_) => "put-weight",
         Command::PutPolicy(_) => "put-policy",
         Command::PutRouting(_) => "put-routing",
         Command::PutAdmission(_) => "put-admission",
-        Command::PutUserLimits { .. } => "put-limits",
-        Command::SetUser { .. } => "set-user",
-        Command::ConfigureUser(_) => "configure-user",
+        Command::ConfigureUser { .. } => "configure-user",
         Command::PutUserDefaults(_) => "put-defaults",
         Command::CreateKey(_) => "create-key",
         Command::RotateKey { .. } => "rotate-key",
@@ -122,10 +119,11 @@ fn command(rng: &mut Rng, is_plain: bool) -> Command {
             name: format!("b{}", rng.below(BACKENDS)),
             draining: rng.below(3) == 0,
         },
-        9..=10 => Command::PutUser(UserSpec {
-            name: user(rng),
-            weight_milli: [500, 1000, 3000][rng.below(3) as usize],
-        }),
+        9..=10 => {
+            let name = user(rng);
+            let weight_milli = [500, 1000, 3000][rng.below(3) as usize];
+            Command::configure_user(name, UserSettings::of_weight(weight_milli))
+        }
         11..=12 => {
             let policies = PolicyConfig::defaults();
             let at = rng.below(policies.len() as u64) as usize;
@@ -147,7 +145,7 @@ fn command(rng: &mut Rng, is_plain: bool) -> Command {
         19 => Command::RevokeKey {
             id: ApiKeyId(rng.below(API_KEYS)),
         },
-        20 => Command::ConfigureUser(Box::new(plan(rng))),
+        20 => plan(rng),
         _ => {
             let name = user(rng);
             limit(name, limits(rng))
@@ -173,29 +171,31 @@ pub(super) fn secret(rng: &mut Rng) -> SecretHash {
     SecretHash(secret)
 }
 
-/// Draws changes of a user: an unreachable budget or none, and sometimes a weight.
-fn plan(rng: &mut Rng) -> UserChanges {
+/// Draws settings of a user: an unreachable budget or none, and sometimes a weight.
+fn plan(rng: &mut Rng) -> Command {
     let tokens = [None, Some(1 << 40), Some(1 << 41)];
     let budget = Budget {
         day: tokens[rng.below(3) as usize],
         month: tokens[rng.below(3) as usize],
     };
-    UserChanges {
-        name: user(rng),
+    let name = user(rng);
+    let settings = UserSettings {
         weight_milli: (rng.below(2) == 0).then_some(1500),
         budget: Some(budget),
-        ..UserChanges::default()
-    }
+        ..UserSettings::default()
+    };
+    Command::configure_user(name, settings)
 }
 
 /// Returns a command that sets limits of a user and, for some limits, also a weight.
 fn limit(name: String, limits: UserLimits) -> Command {
-    if limits.tokens.is_some() || limits.window_ms.is_some() {
-        let weight_milli = 2000;
-        let user = UserSpec { name, weight_milli };
-        return Command::SetUser { user, limits };
-    }
-    Command::PutUserLimits { name, limits }
+    let is_weighed = limits.tokens.is_some() || limits.window_ms.is_some();
+    let settings = UserSettings {
+        weight_milli: is_weighed.then_some(2000),
+        limits: Some(limits),
+        ..UserSettings::default()
+    };
+    Command::configure_user(name, settings)
 }
 
 fn admission(rng: &mut Rng) -> AdmissionSettings {

@@ -4,7 +4,7 @@
 
 use lab::rng::Rng;
 use state::budgets::Budget;
-use state::command::{Command, UserChanges, UserDefaults};
+use state::command::{Command, UserDefaults, UserSettings};
 use state::ids::ApiKeyId;
 
 use super::{API_KEYS, ReplicaHandles, operator, think, user};
@@ -37,7 +37,7 @@ pub(super) async fn write(handles: ReplicaHandles) {
 
 fn command(rng: &mut Rng) -> Command {
     match rng.below(8) {
-        0..=3 => Command::ConfigureUser(Box::new(plan(rng))),
+        0..=3 => plan(rng),
         4 => Command::PutUserDefaults(Box::new(defaults(rng))),
         5 => Command::ForgiveUser { name: user(rng) },
         _ => Command::RotateKey {
@@ -48,20 +48,21 @@ fn command(rng: &mut Rng) -> Command {
     }
 }
 
-/// Draws changes of a user: a budget, perhaps soon used up, or none, and sometimes a weight.
-fn plan(rng: &mut Rng) -> UserChanges {
+/// Draws settings of a user: a budget, perhaps soon used up, or none, and sometimes a weight.
+fn plan(rng: &mut Rng) -> Command {
     let day = [None, Some(200), Some(2000), Some(1 << 40)];
     let month = [None, Some(5000), Some(1 << 41)];
     let budget = Budget {
         day: day[rng.below(4) as usize],
         month: month[rng.below(3) as usize],
     };
-    UserChanges {
-        name: user(rng),
+    let name = user(rng);
+    let settings = UserSettings {
         weight_milli: (rng.below(4) == 0).then_some(1500),
         budget: Some(budget),
-        ..UserChanges::default()
-    }
+        ..UserSettings::default()
+    };
+    Command::configure_user(name, settings)
 }
 
 /// Draws defaults of users. Their budget is unreachable, because it also applies to the clients of

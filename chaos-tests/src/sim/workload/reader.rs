@@ -64,7 +64,7 @@ async fn look(handles: &ReplicaHandles, client: u32, key: RegisterKey) {
 /// Returns the keys of all registers that can be read.
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     let mut keys = drawn_keys();
-    keys.extend([RegisterKey::DefaultLimits, RegisterKey::UserDefaults]);
+    keys.push(RegisterKey::UserDefaults);
     keys.extend((0..DISCOVERED).map(|number| RegisterKey::Backend(name(number))));
     keys
 }
@@ -74,14 +74,8 @@ pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
 fn drawn_keys() -> Vec<RegisterKey> {
     let backends = (0..BACKENDS).map(|number| RegisterKey::Backend(format!("b{number}")));
     let users = (0..USERS).map(|number| format!("u{number}"));
-    let users = users.flat_map(|name| {
-        [
-            RegisterKey::Weight,
-            RegisterKey::Limits,
-            RegisterKey::Budget,
-        ]
-        .map(|key| key(name.clone()))
-    });
+    // Users are read three times as often as the others.
+    let users = users.flat_map(|name| [(); 3].map(|()| RegisterKey::User(name.clone())));
     let api_keys = (0..API_KEYS).map(|number| RegisterKey::ApiKey(ApiKeyId(number)));
     let settings = [
         RegisterKey::Policy,

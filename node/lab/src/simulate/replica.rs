@@ -545,21 +545,13 @@ pub fn setup(commands: Vec<Command>) -> Vec<Envelope> {
     commands.into_iter().enumerate().map(envelope).collect()
 }
 
-/// Returns an empty replicated state that publishes the user figures that admission reads.
-#[must_use]
-pub fn empty_state() -> RouterState {
-    let state = RouterState::new();
-    state.view().want_users();
-    state
-}
-
 /// Returns a replicated state that has applied `entries` from index 1 on.
 ///
 /// # Panics
 /// If an entry is rejected.
 #[must_use]
 pub fn state_of(entries: &[Envelope]) -> RouterState {
-    let mut state = empty_state();
+    let mut state = RouterState::new();
     for (place, entry) in entries.iter().enumerate() {
         let reply = state.apply(LogIndex(place as u64 + 1), entry.clone());
         assert_eq!(reply, Reply::Applied, "setup command {place}");

@@ -15,8 +15,7 @@ fn user_defaults_are_applied_at_founding() {
 id = 1
 [users.defaults]
 weight_milli = 500
-cache = "isolated"
-cache_group = "all"
+cache = "group:all"
 [users.defaults.limits]
 requests = 20
 window = "10s"
@@ -38,14 +37,13 @@ day = 1000
         },
         cache: CacheScope::Group("all".to_owned()),
     };
-    assert_eq!(config.user_defaults, expected);
+    assert_eq!(config.users.defaults, expected);
     let stated: Vec<_> = config.file.stated.keys().map(ToString::to_string).collect();
     assert_eq!(
         stated,
         [
             "users.defaults.budget.day",
             "users.defaults.cache",
-            "users.defaults.cache_group",
             "users.defaults.limits.requests",
             "users.defaults.limits.window",
             "users.defaults.weight_milli",
@@ -58,15 +56,10 @@ day = 1000
 #[test]
 fn invalid_user_defaults_are_refused() {
     faults(
-        "node.id = 1\n[users.defaults]\ncache_group = \"a\"\n[users.defaults.budget]\nday = 0\n",
+        "node.id = 1\n[users.defaults]\ncache = \"group:\"\n[users.defaults.budget]\nday = 0\n",
         expect![[r#"
+            3:9: users.defaults.cache is "group:" (expected "shared", "isolated" or "group:NAME")
             5:7: users.defaults.budget.day is 0 (expected an integer from 1 to 9007199254740992)
-        "#]],
-    );
-    faults(
-        "node.id = 1\n[users.defaults]\ncache_group = \"a\"\n",
-        expect![[r#"
-            3:15: users.defaults.cache_group is "a" (expected none where cache is not "isolated")
         "#]],
     );
     faults(

@@ -9,7 +9,7 @@ use crate::budgets::Budget;
 use crate::caches::CacheScope;
 use crate::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Founding, Item, Lane, LeaseOutcome,
-    Origin, Rejection, UserChanges, UserDefaults, UserSpec,
+    Origin, Rejection, UserDefaults, UserSettings,
 };
 use crate::discovery::{Discovery, DiscoveryChange};
 use crate::ids::{
@@ -136,32 +136,15 @@ fn user_commands() -> Vec<Command> {
             budget,
             cache: CacheScope::Group("team".to_owned()),
         })),
-        Command::PutUser(UserSpec {
+        Command::ConfigureUser {
             name: name(),
-            weight_milli: 2000,
-        }),
-        Command::PutUserLimits {
-            name: name(),
-            limits,
-        },
-        Command::SetUser {
-            user: UserSpec {
-                name: name(),
-                weight_milli: 2000,
-            },
-            limits,
-        },
-        Command::ConfigureUser(Box::new(UserChanges {
-            name: name(),
-            weight_milli: Some(2000),
-            limits: None,
-            budget: Some(budget),
-            models: Some(vec!["m*".to_owned()]),
-            cache: Some(Some(CacheScope::Own)),
-        })),
-        Command::SetCacheScope {
-            user: Some(name()),
-            scope: Some(CacheScope::Own),
+            settings: Box::new(UserSettings {
+                weight_milli: Some(2000),
+                limits: Some(limits),
+                budget: Some(budget),
+                models: vec!["m*".to_owned()],
+                cache: Some(CacheScope::Own),
+            }),
         },
         Command::ForgiveUser { name: name() },
         Command::DeleteUser { name: name() },
@@ -326,7 +309,7 @@ fn commands_encode_to_golden_bytes() {
         golden += &format!("{}\n", hex(&bytes));
     }
     expect![[r#"
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000002a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c80000fb0010fb1027000100fb8813000000000000fbe80300000000000000
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000002a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c80000fb0010fb1027000100fb88130000fbe80300000000000000
         0103fdefcdab896745230101fb2c01fd0068e5cf8b01000001fbbc0200
         0103fdefcdab896745230101fb2c01fd0068e5cf8b010000020209
         0103fdefcdab896745230101fb2c01fd0068e5cf8b01000003056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a3535353700
@@ -340,22 +323,18 @@ fn commands_encode_to_golden_bytes() {
         0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000801030201
         0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000900fca0860100fc40420f00fc80f0fa02
         0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000a0001c8
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000b0000fb0010fb1027000100fb8813000000000000
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000cfbf401010700000001fbe8030002047465616d
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000d03616461fbd007
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000e036164610107000000
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000f03616461fbd0070107000000
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000100361646101fbd007000101fbe803000101026d2a010101
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001101036164610101
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001203616461
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001303616461
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000014cdab00000000000007070707070707070707070707070707070707070707070707070707070707070263690361646101fb2c0101016d01052f76312f2a
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000015cdab0000000000000808080808080808080808080808080808080808080808080808080808080808fc80ee3600
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000016cdab000000000000
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000170501
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000018050703010203
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001905fb2c01
-        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001a05
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000b0000fb0010fb1027000100fb88130000
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000cfbf40102047465616d010700000001fbe80300
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000d0361646101fbd0070101070000000101fbe8030001026d2a0101
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000e03616461
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100000f03616461
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000010cdab00000000000007070707070707070707070707070707070707070707070707070707070707070263690361646101fb2c0101016d01052f76312f2a
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000011cdab0000000000000808080808080808080808080808080808080808080808080808080808080808fc80ee3600
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000012cdab000000000000
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b010000130501
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b01000014050703010203
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001505fb2c01
+        0103fdefcdab896745230101fb2c01fd0068e5cf8b0100001605
     "#]].assert_eq(&golden);
 }
 

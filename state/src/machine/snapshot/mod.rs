@@ -4,7 +4,7 @@
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Large
-//! parts (users, leases, API keys, cache scopes, KV-event state, a restore in progress) are split
+//! parts (users, leases, API keys, KV-event state, a restore in progress) are split
 //! into sections of bounded size. Every other part, such as config, backends or audit, has one. An
 //! end section closes the list. Ownership follows in a format of its own
 //! (state/src/ownership/snapshot.rs), up to the end of the stream.
@@ -23,7 +23,6 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use super::RouterState;
 use super::leases::LeasesImage;
 use super::restoring::StagedRestore;
-use crate::caches::CacheScopesImage;
 use crate::encoding;
 use crate::error::SnapshotError;
 use crate::ids::LogIndex;
@@ -51,7 +50,6 @@ pub struct FrozenState {
     exact: FollowedImage,
     keys: KeysImage,
     revoked: RevokedKeys,
-    caches: CacheScopesImage,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -85,9 +83,6 @@ impl FrozenState {
         for piece in self.users.pieces() {
             write_section(out, tag::USERS, &piece)?;
         }
-        for piece in self.users.admission_accounts() {
-            write_section(out, tag::STANDINGS, &piece)?;
-        }
         for piece in self.exact.pieces() {
             write_section(out, tag::EXACT, &piece)?;
         }
@@ -97,20 +92,8 @@ impl FrozenState {
         for piece in self.keys.pieces() {
             write_section(out, tag::KEYS, &piece)?;
         }
-        for piece in self.users.plans() {
-            write_section(out, tag::PLANS, &piece)?;
-        }
         for piece in self.revoked.pieces() {
             write_section(out, tag::REVOKED_KEYS, &piece)?;
-        }
-        for piece in self.caches.pieces() {
-            write_section(out, tag::CACHES, &piece)?;
-        }
-        if let Some(defaults) = self.users.defaults() {
-            write_section(out, tag::USER_DEFAULTS, &defaults)?;
-        }
-        for piece in self.users.unweighted() {
-            write_section(out, tag::UNWEIGHTED, &piece)?;
         }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
@@ -140,7 +123,6 @@ impl RouterState {
             exact: self.exact.freeze(),
             keys: self.keys.freeze(),
             revoked: self.keys.revoked().clone(),
-            caches: self.caches.freeze(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
@@ -164,7 +146,6 @@ impl RouterState {
             (tag::BELIEFS, encoding::to_bytes(&self.beliefs)),
             (tag::OUTPUTS, encoding::to_bytes(&self.outputs)),
             (tag::RATIOS, encoding::to_bytes(&self.ratios)),
-            (tag::LAST_LEFT, encoding::to_bytes(&self.users.last_left())),
         ]
     }
 
@@ -219,12 +200,12 @@ impl RouterState {
         self.view.publish_service(self.service_view());
         self.view.publish_outputs(self.outputs.view());
         self.view.publish_keys(self.keys.view());
-        self.view.publish_caches(self.caches.view());
+        self.users.replaced();
         self.publish_for_policies();
         let nothing = crate::kv_events::EvictionsView::default();
         self.view.publish_evictions(nothing);
         self.publish_evictions();
-        self.publish_for_admission(true);
+        self.publish_users();
         self.view.publish_ratios(self.ratios.view());
         self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
@@ -272,10 +253,8 @@ impl RouterState {
                 self.settings.validate()?;
             }
             tag::READERS => self.readers = section(payload)?,
-            tag::STANDINGS => self.users.restore_standings(payload)?,
             tag::SERVICE => self.service = section(payload)?,
             tag::OUTPUTS => self.outputs = section(payload)?,
-            tag::LAST_LEFT => self.users.restore_last_left(section(payload)?),
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::TIME => self.time = section(payload)?,
             tag::ASSUMED => self.assumed = section(payload)?,
@@ -289,11 +268,7 @@ impl RouterState {
                 self.ratios.check()?;
             }
             tag::KEYS => self.keys.restore_piece(payload)?,
-            tag::PLANS => self.users.restore_plans(payload)?,
             tag::REVOKED_KEYS => self.keys.restore_revoked(payload)?,
-            tag::CACHES => self.caches.restore_piece(payload)?,
-            tag::USER_DEFAULTS => self.users.restore_defaults(payload)?,
-            tag::UNWEIGHTED => self.users.restore_unweighted(payload)?,
             tag::DISCOVERED => {
                 self.discovered = section(payload)?;
                 let is_taken = |slot| self.backends.in_slot(slot).is_some();

@@ -17,7 +17,7 @@ mod stages;
 use std::sync::Arc;
 
 use state::Registry;
-use state::admission::{AdmissionSettings, Advance, Order, Pricing, TokenDelta};
+use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
 use state::prefix::model_key;
@@ -105,10 +105,9 @@ pub struct DispatchTerms {
 
 /// Returns the token prices in `registry`, and which tokens are charged.
 pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
-    let settings = registry.admission.as_ref();
     Pricing {
         prices: registry.fairness,
-        charge: settings.map_or_else(Default::default, |settings| settings.charge),
+        charge: registry.admission.charge,
     }
 }
 
@@ -156,7 +155,7 @@ impl Dispatcher {
             computed_here,
         } = self.begin_stages((&decision, prefill), ask, (&registry, now));
         let uncached_tokens = prompt.tokens - prompt.predicted;
-        let expected = is_predicted(registry.admission.as_ref()).then(|| {
+        let expected = (registry.admission.order == Order::VtcPred).then(|| {
             let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
@@ -458,11 +457,6 @@ fn nothing(user: UserKey) -> Charge {
         user,
         ..Charge::default()
     }
-}
-
-/// Whether `settings`, if there are any, require that output is charged in advance.
-fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
-    settings.is_some_and(|settings| settings.order == Order::VtcPred)
 }
 
 impl OpenAttempt {

@@ -12,9 +12,7 @@ use std::sync::Arc;
 
 use state::RouterState;
 use state::admission::{Backlog, Concurrency, Pricing};
-use state::command::{
-    BackendRole, BackendSpec, Command, Envelope, Founding, UserDefaults, UserSpec,
-};
+use state::command::{BackendRole, BackendSpec, Command, Envelope, Founding, UserSettings};
 use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
@@ -471,10 +469,6 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
             ..RoutingSettings::default()
         },
         admission: plan.admission.clone(),
-        user_defaults: UserDefaults {
-            limits: plan.admission.user_limits,
-            ..UserDefaults::default()
-        },
         ..Founding::of_seed(HASH_SEED, plan.policy.clone())
     })];
     let capacity_blocks = match plan.engine {
@@ -501,10 +495,7 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
     commands.extend(backends);
     let weighted = workload.users.iter().filter(|it| it.weight_milli != 1000);
     commands.extend(weighted.map(|user| {
-        Command::PutUser(UserSpec {
-            name: user.name.clone(),
-            weight_milli: user.weight_milli,
-        })
+        Command::configure_user(&user.name, UserSettings::of_weight(user.weight_milli))
     }));
     commands
 }

@@ -5,7 +5,7 @@ use state::RouterState;
 
 use super::{ReplicaPlace, RequestStage, SimWorld};
 use crate::simulate::plan::RestartScope;
-use crate::simulate::replica::{empty_state, state_of};
+use crate::simulate::replica::state_of;
 
 impl SimWorld<'_> {
     pub(super) fn restart(&mut self) {
@@ -77,7 +77,7 @@ impl SimWorld<'_> {
         frozen
             .write_to(&mut bytes)
             .expect("a vector takes any bytes");
-        let mut state = empty_state();
+        let mut state = RouterState::new();
         state
             .restore(&mut bytes.as_slice())
             .expect("a snapshot that was just written");

@@ -5,20 +5,11 @@
 //! finds only blocks computed in that scope: prompts are hashed under the scope, and engines
 //! receive it as `cache_salt` (ADR 0017). The salt is not part of the state: it follows from the
 //! scope and the cluster's hash secret.
-//!
-//! The table is published as one immutable image, which requests read without a lock.
-
-mod table;
-#[cfg(test)]
-mod tests;
 
 use bincode::{Decode, Encode};
 
 use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
-
-pub use table::CacheScopesView;
-pub(crate) use table::{CacheScopes, CacheScopesImage};
 
 /// Set of users with whom a user shares cached blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
@@ -40,7 +31,20 @@ impl CacheScope {
     pub fn validate(&self) -> Result<(), Rejection> {
         match self {
             Self::Shared | Self::Own => Ok(()),
-            Self::Group(name) => ensure(is_name(name), "cache_group", "1 to 256 bytes"),
+            Self::Group(name) => ensure(is_name(name), "cache", "a group of 1 to 256 bytes"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_group_needs_a_valid_name() {
+        let group = |name: &str| CacheScope::Group(name.to_owned());
+        assert!(group("").validate().is_err());
+        assert!(group(&"x".repeat(257)).validate().is_err());
+        assert_eq!(group("team").validate(), Ok(()));
     }
 }
