@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::ReplyShape;
+use super::attribution::{Content, without_attribution};
 use super::borrowed::Str;
 
 /// Appends an assistant's reply to the flattened messages in `text`, exactly as the next turn does.
@@ -59,13 +60,15 @@ impl<'de> Visitor<'de> for Input<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<(), A::Error> {
-        flatten_messages(self.out, seq)
+        flatten_messages(self.out, false, seq)
     }
 }
 
 /// Flattens an array of messages.
 pub(super) struct Messages<'a> {
     pub(super) out: &'a mut Vec<u8>,
+    /// Whether system messages lose Claude Code's attribution.
+    pub(super) drops_attribution: bool,
 }
 
 impl<'de> DeserializeSeed<'de> for Messages<'_> {
@@ -84,16 +87,21 @@ impl<'de> Visitor<'de> for Messages<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<(), A::Error> {
-        flatten_messages(self.out, seq)
+        flatten_messages(self.out, self.drops_attribution, seq)
     }
 }
 
-fn flatten_messages<'de, A: SeqAccess<'de>>(out: &mut Vec<u8>, mut seq: A) -> Result<(), A::Error> {
-    let mut content = Vec::new();
+fn flatten_messages<'de, A: SeqAccess<'de>>(
+    out: &mut Vec<u8>,
+    drops_attribution: bool,
+    mut seq: A,
+) -> Result<(), A::Error> {
+    let mut content = Content::default();
     while seq
         .next_element_seed(Message {
             out,
             content: &mut content,
+            drops_attribution,
         })?
         .is_some()
     {}
@@ -104,7 +112,8 @@ fn flatten_messages<'de, A: SeqAccess<'de>>(out: &mut Vec<u8>, mut seq: A) -> Re
 struct Message<'a> {
     out: &'a mut Vec<u8>,
     /// Scratch buffer for the content, which may precede the role.
-    content: &'a mut Vec<u8>,
+    content: &'a mut Content,
+    drops_attribution: bool,
 }
 
 impl<'de> DeserializeSeed<'de> for Message<'_> {
@@ -148,25 +157,30 @@ impl<'de> Visitor<'de> for Message<'_> {
                 _ => rest.push(key, map.next_value()?),
             }
         }
+        if self.drops_attribution && matches!(&role, Some(Str(role)) if role == "system") {
+            let had_text = text.is_some_and(|text| !text.is_empty());
+            text = text.map(without_attribution);
+            let is_bare = had_text && text == Some("");
+            if is_bare || self.content.drop_attributions() {
+                return Ok(());
+            }
+        }
         if let (Some(Str(role)), Some(text), None) = (&role, text, calls) {
             push_framed(self.out, role, text.as_bytes());
             return Ok(());
         }
-        self.content
-            .extend_from_slice(text.unwrap_or_default().as_bytes());
+        let content = &mut self.content.bytes;
+        content.extend_from_slice(text.unwrap_or_default().as_bytes());
         match (role, kind) {
             (Some(Str(role)), _) => {
                 let calls = calls.map_or("", RawValue::get);
-                self.content.extend_from_slice(calls.as_bytes());
-                push_framed(self.out, &role, self.content);
+                content.extend_from_slice(calls.as_bytes());
+                push_framed(self.out, &role, content);
             }
             (None, kind) => {
-                rest.write_json(self.content);
-                push_framed(
-                    self.out,
-                    kind.as_ref().map_or("", |Str(kind)| kind),
-                    self.content,
-                );
+                rest.write_json(content);
+                let kind = kind.as_ref().map_or("", |Str(kind)| kind);
+                push_framed(self.out, kind, content);
             }
         }
         Ok(())
@@ -176,7 +190,7 @@ impl<'de> Visitor<'de> for Message<'_> {
 /// Reads the content of a message. Returns a string as a slice of the body, because long strings
 /// should be copied only once. Writes anything else to `out`.
 struct MessageContent<'a> {
-    out: &'a mut Vec<u8>,
+    out: &'a mut Content,
 }
 
 impl<'de> DeserializeSeed<'de> for MessageContent<'_> {
@@ -191,10 +205,8 @@ impl<'de> Visitor<'de> for MessageContent<'_> {
     type Value = Option<&'de str>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        ContentText {
-            out: &mut Vec::new(),
-        }
-        .expecting(f)
+        let out = &mut Content::default();
+        ContentText { out }.expecting(f)
     }
 
     fn visit_unit<E>(self) -> Result<Self::Value, E> {
@@ -206,7 +218,7 @@ impl<'de> Visitor<'de> for MessageContent<'_> {
     }
 
     fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
-        self.out.extend_from_slice(text.as_bytes());
+        self.out.push_text(text);
         Ok(None)
     }
 
@@ -223,7 +235,7 @@ impl<'de> Visitor<'de> for MessageContent<'_> {
 
 /// Flattens message content: a string, an array of parts, or `null`. Returns `false` for `null`.
 pub(super) struct ContentText<'a> {
-    pub(super) out: &'a mut Vec<u8>,
+    pub(super) out: &'a mut Content,
 }
 
 impl<'de> DeserializeSeed<'de> for ContentText<'_> {
@@ -246,7 +258,7 @@ impl<'de> Visitor<'de> for ContentText<'_> {
     }
 
     fn visit_str<E>(self, text: &str) -> Result<bool, E> {
-        self.out.extend_from_slice(text.as_bytes());
+        self.out.push_text(text);
         Ok(true)
     }
 
@@ -263,7 +275,7 @@ impl<'de> Visitor<'de> for ContentText<'_> {
 
 /// Flattens one content part: text as is, media as a hash, anything else as its JSON.
 struct Part<'a> {
-    out: &'a mut Vec<u8>,
+    out: &'a mut Content,
 }
 
 impl<'de> DeserializeSeed<'de> for Part<'_> {
@@ -282,12 +294,14 @@ impl<'de> Visitor<'de> for Part<'_> {
     }
 
     fn visit_str<E>(self, text: &str) -> Result<(), E> {
-        self.out.extend_from_slice(text.as_bytes());
+        let mark = self.out.mark();
+        self.out.push_text(text);
+        self.out.end_block(mark);
         Ok(())
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let mark = self.out.len();
+        let mark = self.out.mark();
         let mut has_text = false;
         let mut kind: Option<Str<'de>> = None;
         let mut rest = OtherFields::default();
@@ -295,7 +309,7 @@ impl<'de> Visitor<'de> for Part<'_> {
             match &*key {
                 "type" => kind = Some(map.next_value()?),
                 "text" => {
-                    self.out.truncate(mark);
+                    self.out.cut_to(mark);
                     has_text = map.next_value_seed(ContentText {
                         out: &mut *self.out,
                     })?;
@@ -306,8 +320,10 @@ impl<'de> Visitor<'de> for Part<'_> {
             }
         }
         let kind = kind.as_ref().map_or("text", |Str(kind)| kind);
-        if !(has_text && matches!(kind, "text" | "input_text" | "output_text")) {
-            rest.write_part(self.out, kind);
+        if has_text && matches!(kind, "text" | "input_text" | "output_text") {
+            self.out.end_block(mark);
+        } else {
+            rest.write_part(&mut self.out.bytes, kind);
         }
         Ok(())
     }

@@ -16,6 +16,9 @@
 //!
 //! If a JSON object repeats a field, the last one counts, as in the engines' Python parser.
 
+#[cfg(test)]
+mod agent_tests;
+mod attribution;
 mod borrowed;
 mod cache_use;
 mod completion_prompt;

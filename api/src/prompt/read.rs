@@ -15,6 +15,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::error::Category;
 use serde_json::value::RawValue;
 
+use super::attribution::Content;
 use super::borrowed::Str;
 use super::cache_use::CacheFields;
 use super::completion_prompt::CompletionPrompt;
@@ -61,6 +62,7 @@ fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let top = BodyVisitor {
         text,
         surface: PromptField::of(path),
+        is_anthropic: is_anthropic(path),
         field: &field,
         found: &mut found,
     };
@@ -88,7 +90,15 @@ pub fn parse_routed(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejectio
 
 fn is_uncomputed(path: &str) -> bool {
     let path = path.split('?').next().unwrap_or(path);
-    path == "/tokenize" || path.ends_with("/render") || path.ends_with("/count_tokens")
+    path == "/tokenize"
+        || path.ends_with("/render")
+        || path.ends_with("/count_tokens")
+        || path.ends_with("/input_tokens")
+}
+
+/// Whether bodies for `path` are those of Anthropic's API.
+pub(super) fn is_anthropic(path: &str) -> bool {
+    path.starts_with("/v1/messages")
 }
 
 /// Number of bytes kept at each end of an error's text, which may quote a whole prompt.
@@ -294,6 +304,8 @@ struct BodyVisitor<'a, 'de> {
     field: &'a Cell<Option<&'static str>>,
     found: &'a mut BodyFields<'de>,
 }
+    /// Whether the body is one of Anthropic's API.
+    is_anthropic: bool,
 
 impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
     type Value = ();
@@ -395,13 +407,17 @@ impl<'de> BodyVisitor<'_, 'de> {
                 found.tools = (raw.get() != "null").then_some(raw);
             }
             ("system", PromptField::Chat) | ("instructions", PromptField::Responses) => {
-                let mut text = Vec::new();
+                let mut text = Content::default();
                 let is_some = map.next_value_seed(ContentText { out: &mut text })?;
-                found.system = is_some.then_some(text);
+                let is_bare = field == "system" && text.drop_attributions();
+                found.system = (is_some && !is_bare).then_some(text.bytes);
             }
             ("messages", PromptField::Chat | PromptField::Pooling) => {
                 let mut out = found.fresh_messages(self.text.len());
-                map.next_value_seed(Messages { out: &mut out })?;
+                map.next_value_seed(Messages {
+                    out: &mut out,
+                    drops_attribution: self.is_anthropic,
+                })?;
                 found.messages = Some(out);
             }
             ("input", PromptField::Responses) => {

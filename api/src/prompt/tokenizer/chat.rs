@@ -10,7 +10,8 @@
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::super::read::PromptField;
+use super::super::read::{PromptField, is_anthropic};
+use super::anthropic;
 
 /// Error for a body that cannot be converted, so that its prompt is identified by its characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +54,9 @@ pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBod
         serde_json::from_slice(body).map_err(|_| UnclearBodyError)?;
     let surface = PromptField::of(path);
     match surface {
-        PromptField::Chat if path.starts_with("/v1/messages") => anthropic(body),
+        PromptField::Chat if is_anthropic(path) => {
+            chat(anthropic::messages(&mut body)?, body, true)
+        }
         PromptField::Chat => openai(body, true),
         PromptField::Responses => responses(body),
         PromptField::Completions => plain(body.remove("prompt"), &body),
@@ -141,7 +144,7 @@ fn chat(
     })))
 }
 
-fn array(value: Option<Value>) -> Result<Vec<Value>, UnclearBodyError> {
+pub(super) fn array(value: Option<Value>) -> Result<Vec<Value>, UnclearBodyError> {
     match value {
         Some(Value::Array(items)) => Ok(items),
         _ => Err(UnclearBodyError),
@@ -199,7 +202,7 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
 
 /// Converts the parts of a message's content to text parts and markers, and removes null fields and
 /// `cache_control`. Fails unless the message has a role.
-fn message(message: Value) -> Result<Value, UnclearBodyError> {
+pub(super) fn message(message: Value) -> Result<Value, UnclearBodyError> {
     let Value::Object(mut message) = message else {
         return Err(UnclearBodyError);
     };
@@ -263,59 +266,6 @@ fn marker(part: &Map<String, Value>) -> String {
         }
     };
     format!("<|{}:{hash:016x}|>", kind.unwrap_or("part"))
-}
-
-/// Reads a body of `/v1/messages`, in which tool uses and results are parts. They become messages.
-fn anthropic(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
-    let mut messages = Vec::new();
-    match body.remove("system") {
-        None | Some(Value::Null) => {}
-        Some(content) => messages.push(message(json!({"role": "system", "content": content}))?),
-    }
-    for turn in array(body.remove("messages"))? {
-        let role = turn
-            .get("role")
-            .and_then(Value::as_str)
-            .ok_or(UnclearBodyError)?;
-        let parts = match turn.get("content") {
-            Some(Value::Array(parts)) => parts,
-            _ => {
-                messages.push(message(turn)?);
-                continue;
-            }
-        };
-        let (mut content, mut calls) = (Vec::new(), Vec::new());
-        for part in parts {
-            match part.get("type").and_then(Value::as_str) {
-                Some("tool_use") => calls.push(json!({
-                    "id": part.get("id"),
-                    "type": "function",
-                    "function": {
-                        "name": part.get("name"),
-                        "arguments": part.get("input").unwrap_or(&Value::Null).to_string(),
-                    },
-                })),
-                Some("tool_result") => messages.push(message(json!({
-                    "role": "tool",
-                    "tool_call_id": part.get("tool_use_id"),
-                    "content": part.get("content").cloned().unwrap_or_default(),
-                }))?),
-                _ => content.push(part.clone()),
-            }
-        }
-        if content.is_empty() && calls.is_empty() {
-            continue;
-        }
-        let mut whole = json!({"role": role});
-        if !content.is_empty() {
-            whole["content"] = content.into();
-        }
-        if !calls.is_empty() {
-            whole["tool_calls"] = calls.into();
-        }
-        messages.push(message(whole)?);
-    }
-    chat(messages, body, true)
 }
 
 /// Reads a body of `/v1/responses`, in which calls and outputs are items. They become messages.

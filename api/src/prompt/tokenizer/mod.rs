@@ -9,6 +9,7 @@
 //! Without ids (the engine will reject the body, the template fails, the text is too long), a
 //! prompt is identified by its characters, in a separate scope.
 
+mod anthropic;
 mod cache;
 mod chat;
 mod developer;
@@ -196,7 +197,7 @@ impl Eq for Tokenizer {}
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct TokenizerText {
     /// Parts of the text, which are tokenized separately and concatenated.
-    parts: Vec<String>,
+    pub(super) parts: Vec<String>,
     adds_special: bool,
     after: ReplyPosition,
 }
