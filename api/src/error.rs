@@ -316,6 +316,9 @@ pub enum ProxyError {
     EngineTimeout,
 }
 
+    /// The backend refused the credentials, which were not the client's.
+    #[error("the backend refused the credentials of this router, not yours")]
+    RefusedCredentials,
 /// HTTP form of a data-plane failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorResponse {
@@ -396,6 +399,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         status: StatusCode::from_u16(status).expect("the codes above are valid"),
         type_,
         code,
+        ProxyError::RefusedCredentials => (502, "server_error", "backend_refuses_credentials"),
         retry_after_s: retry_after_s(failure),
         should_retry,
     }

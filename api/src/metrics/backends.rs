@@ -59,6 +59,20 @@ impl ScrapedReplica {
             "Failed probes, and requests that could not reach the backend",
             "backend",
             rows.iter().map(|row| (row.id(), row.record.failures_total)),
+        )?;
+        let answers = |row: &BackendRow<'_>| self.backends.answer_count(row.backend.handle.slot);
+        page.counters(
+            "quorate_backend_answers",
+            "Responses of the engine to this replica's requests, with any status",
+            "backend",
+            rows.iter().map(|row| (row.id(), answers(row).all)),
+        )?;
+        page.counters(
+            "quorate_backend_client_errors",
+            "Responses of the engine with a status 4xx",
+            "backend",
+            rows.iter()
+                .map(|row| (row.id(), answers(row).client_errors)),
         )
     }
 }

@@ -5,10 +5,11 @@ use std::time::Duration;
 use api::engines::backends::{EngineHeaders, EngineKeys};
 use api::proxy::ApiKeys;
 use http::HeaderValue;
+use tokio::time::Instant;
 
 use super::client::chat;
 use super::engine::{Engine, json};
-use super::fleet::Fleet;
+use super::fleet::{Fleet, PATIENT};
 
 /// Returns the header lines of a request that carry a key, sorted.
 fn keys_in(request: &str) -> Vec<&str> {
@@ -76,6 +77,82 @@ async fn an_engine_key_is_not_sent_to_another_url() {
         "x-api-key: client-key",
     ];
     assert_eq!(seen(&fleet, &engine).await, clients);
+}
+
+/// Starts an engine that accepts only this key.
+async fn locked(key: &'static str) -> Engine {
+    Engine::answering(move |request| match request.contains(key) {
+        true => vec![json("200 OK", "{}")],
+        false => vec![json("401 Unauthorized", r#"{"error":"Unauthorized"}"#)],
+    })
+    .await
+}
+
+/// Returns the routers' keys for engines.
+fn keys_of(engines: &[(&Engine, &'static str)]) -> EngineKeys {
+    let mut keys = EngineKeys::default();
+    for (number, (engine, key)) in engines.iter().enumerate() {
+        let url = format!("http://{}", engine.address);
+        keys.add(&format!("e{number}"), &url, HeaderValue::from_static(key));
+    }
+    keys
+}
+
+#[tokio::test]
+async fn an_engine_that_refuses_the_routers_key_is_at_fault() {
+    let (rotated, well) = (locked("Bearer new").await, locked("Bearer old").await);
+    let keys = || keys_of(&[(&rotated, "Bearer old"), (&well, "Bearer old")]);
+    let fleet = Fleet::start_keyed(&[&rotated, &well], keys(), PATIENT, |_| {}).await;
+    for _ in 0..12 {
+        let answer = fleet.client().await.ask(keyed()).await;
+        assert_eq!(
+            (answer.status, answer.header("x-quorate-backend")),
+            (200, Some("e1"))
+        );
+    }
+    fleet.is_idle().await;
+    let circuit = fleet.backends.circuit(fleet.backend(0), Instant::now());
+    assert!(circuit.is_open, "{circuit:?}");
+    let asked = rotated.requests().len();
+    assert!((1..12).contains(&asked), "{asked}");
+
+    let fleet = Fleet::start_keyed(&[&rotated], keys(), PATIENT, |_| {}).await;
+    let answer = fleet.client().await.ask(keyed()).await;
+    answer.refuses(502, "backend_refuses_credentials");
+}
+
+#[tokio::test]
+async fn an_engine_without_a_key_is_at_fault_if_clients_keys_end_here() {
+    let engine = locked("Bearer new").await;
+    let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
+        let mut keys = ApiKeys::default();
+        keys.add("client-key", None);
+        settings.api_keys = Some(keys);
+    })
+    .await;
+    let answer = fleet.client().await.ask(keyed()).await;
+    answer.refuses(502, "backend_refuses_credentials");
+}
+
+#[tokio::test]
+async fn a_clients_own_key_that_an_engine_refuses_is_the_clients() {
+    let (one, two) = (locked("Bearer new").await, locked("Bearer new").await);
+    let fleet = Fleet::start(&[&one, &two]).await;
+    for _ in 0..12 {
+        let answer = fleet.client().await.ask(keyed()).await;
+        assert_eq!(
+            (answer.status, &*answer.body),
+            (401, r#"{"error":"Unauthorized"}"#)
+        );
+    }
+    fleet.is_idle().await;
+    assert_eq!(one.requests().len() + two.requests().len(), 12);
+    for number in 0..2 {
+        let circuit = fleet
+            .backends
+            .circuit(fleet.backend(number), Instant::now());
+        assert_eq!(circuit.recent_failures, 0);
+    }
 }
 
 #[tokio::test]

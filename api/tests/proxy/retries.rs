@@ -99,6 +99,35 @@ async fn a_request_that_crashed_two_engines_is_refused() {
 }
 
 #[tokio::test]
+async fn a_model_that_its_engine_lost_is_served_by_another() {
+    let lost = r#"{"error":{"message":"The model `m` does not exist.","code":404}}"#;
+    let other = Engine::always(vec![json("404 Not Found", lost)]).await;
+    let alive = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&other, &alive]).await;
+    for _ in 0..4 {
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(
+            (answer.status, answer.header("x-quorate-backend")),
+            (200, Some("e1"))
+        );
+    }
+    fleet.is_idle().await;
+    let fleet = Fleet::start(&[&other]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    assert_eq!((answer.status, &*answer.body), (404, lost));
+    fleet.is_idle().await;
+    assert_eq!(fleet.charged().await.started, 0);
+
+    // Nothing says that another engine would know more.
+    let unknown = Engine::always(vec![json("404 Not Found", r#"{"detail":"Not Found"}"#)]).await;
+    let unknown_too =
+        Engine::always(vec![json("404 Not Found", r#"{"detail":"Not Found"}"#)]).await;
+    let fleet = Fleet::start(&[&unknown, &unknown_too]).await;
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 404);
+    assert_eq!(unknown.requests().len() + unknown_too.requests().len(), 1);
+}
+
+#[tokio::test]
 async fn an_exhausted_retry_budget_ends_retries() {
     let refusal = || vec![json("503 Service Unavailable", "{}")];
     let full = [

@@ -127,6 +127,14 @@ pub struct ProbeRecord {
     /// Number of probes that were refused a connection.
     #[serde(skip)]
     pub(crate) refusals_total: u64,
+    /// Number of times that another process may have taken over since the models were listed: a
+    /// passed probe after failures, or a request refused because of its model.
+    #[serde(skip)]
+    pub(crate) list_doubts_total: u64,
+    /// Why the engine does not show its models, if it refuses this replica's credentials. It would
+    /// refuse requests too.
+    #[serde(skip)]
+    pub(crate) locked_out: Option<String>,
     /// Number of consecutive failed metric scrapes.
     pub scrape_failures_in_row: u32,
     /// Why the engine's metrics could not be read; `None` if they could.
@@ -172,13 +180,25 @@ impl ProbeRecord {
         }
     }
 
-    /// Records a passed probe. One success makes the backend healthy.
+    /// Records a passed probe. One success makes the backend healthy, unless the engine refuses
+    /// this replica's credentials.
     pub(crate) fn passed(&mut self) {
         self.probes_total += 1;
+        self.list_doubts_total += u64::from(self.failures_in_row > 0);
         self.fault = None;
         self.failures_in_row = 0;
-        self.is_healthy = true;
-        self.detail = None;
+        self.is_healthy = self.locked_out.is_none();
+        self.detail.clone_from(&self.locked_out);
+    }
+
+    /// Records whether the engine refuses this replica's credentials, and why it is thought so. It
+    /// becomes healthy again by the next passed probe.
+    pub(crate) fn locked_out(&mut self, why: Option<String>) {
+        if why.is_some() {
+            self.is_healthy = false;
+            self.detail.clone_from(&why);
+        }
+        self.locked_out = why;
     }
 
     /// Records a failed probe.
@@ -272,7 +292,9 @@ impl ProbeRecord {
     pub(crate) fn flags(&self) -> HealthFlags {
         HealthFlags {
             is_healthy: self.is_healthy,
-            is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
+            is_doubtful: !self.is_healthy
+                && self.fault == Some(Fault::Unwell)
+                && self.locked_out.is_none(),
             has_adapters: self.adapters.is_some(),
             knows_salts: self.kind.is_some_and(EngineKind::knows_salts),
             meets_in_rooms: self.meets_in_rooms(),
@@ -316,6 +338,7 @@ struct HealthCell {
     health: ArcSwapOption<Health>,
     occupant: Mutex<Occupant>,
     alarm: Notify,
+    list_alarm: Notify,
 }
 
 /// The health records of all slots.
@@ -355,6 +378,14 @@ impl HealthTable {
     /// Panics if the slot is outside the table.
     pub(crate) fn alarm(&self, slot: Slot) -> &Notify {
         &self.cells[usize::from(slot.0)].alarm
+    }
+
+    /// Returns the signal that requests the engine's reports at once.
+    ///
+    /// # Panics
+    /// Panics if the slot is outside the table.
+    pub(crate) fn list_alarm(&self, slot: Slot) -> &Notify {
+        &self.cells[usize::from(slot.0)].list_alarm
     }
 
     /// Registers a backend with unknown health. Ignores a slot outside the table.
@@ -476,6 +507,31 @@ mod tests {
         }
         let flags = board.flags(S).unwrap();
         assert!(!flags.is_healthy && !flags.is_doubtful, "requests failed");
+    }
+
+    #[test]
+    fn an_engine_that_refuses_the_credentials_is_unhealthy_until_it_takes_them() {
+        let board = HealthTable::new(1);
+        let occupancy = Some(board.register(S, "a"));
+        board.update(S, occupancy, ProbeRecord::passed);
+        let why = || Some("status 401".to_owned());
+        let locked = board.update(S, occupancy, |record| record.locked_out(why()));
+        assert_eq!(locked, Some(false));
+        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), None);
+        assert_eq!(board.health(S).unwrap().detail, why());
+        for _ in 0..FAILURES_MAX {
+            board.update(S, occupancy, |r| {
+                r.probe_failed(Fault::Unwell, "slow".into());
+            });
+        }
+        assert!(!board.flags(S).unwrap().is_doubtful);
+        board.update(S, occupancy, |record| record.locked_out(None));
+        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), Some(true));
+        assert_eq!(
+            board.record(S).unwrap().list_doubts_total,
+            1,
+            "it had failed"
+        );
     }
 
     #[test]

@@ -11,6 +11,7 @@
 
 mod adapters;
 mod addresses;
+mod answer_counts;
 mod bootstrap_rooms;
 mod cache_reports;
 mod circuit;
@@ -43,6 +44,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use http::StatusCode;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
@@ -73,6 +75,7 @@ pub(crate) use panic::Doubt;
 pub use slot_table::{Occupancy, SlotTable};
 pub use url::{EngineUrl, EngineUrlError};
 
+use answer_counts::{AnswerCount, AnswerCounts};
 use cache_reports::CacheReports;
 use circuit::CircuitBreakers;
 use health::HealthTable;
@@ -92,6 +95,7 @@ pub struct Backends {
     changes: watch::Sender<u64>,
     circuits: Arc<CircuitBreakers>,
     cache_reports: CacheReports,
+    answers: AnswerCounts,
     queueing_threshold_lora: u32,
 }
 
@@ -179,6 +183,7 @@ impl Backends {
             changes: watch::Sender::new(0),
             circuits: Arc::new(CircuitBreakers::new(CircuitSettings::default())),
             cache_reports: CacheReports::default(),
+            answers: AnswerCounts::new(BACKENDS_MAX),
             queueing_threshold_lora: QUEUEING_THRESHOLD_LORA,
         }
     }
@@ -334,6 +339,26 @@ impl Backends {
         if turned.is_some() {
             self.tell(slot, false);
         }
+    }
+
+    /// Requests the model list of the engine in `slot` at once: a request failed as if another
+    /// engine, or one with another key, had taken over.
+    pub(crate) fn doubt_list(&self, slot: Slot) {
+        if self.health_flags(slot).is_some() {
+            self.board
+                .update(slot, None, |record| record.list_doubts_total += 1);
+            self.board.list_alarm(slot).notify_one();
+        }
+    }
+
+    /// Counts a response of the engine in `slot` by its status.
+    pub(crate) fn count_answer(&self, slot: Slot, status: StatusCode) {
+        self.answers.count(slot, status);
+    }
+
+    /// Returns how many responses the engine in `slot` has sent to this replica's requests.
+    pub(crate) fn answer_count(&self, slot: Slot) -> AnswerCount {
+        self.answers.of(slot)
     }
 
     /// Whether `backend` answered a request recently and has been reachable since, so that its

@@ -464,6 +464,11 @@ impl EngineBody {
 }
 
 impl EngineBody {
+    /// Returns the first data of the body, if it was awaited and not taken yet.
+    pub fn first(&self) -> Option<&[u8]> {
+        self.first.as_deref()
+    }
+
     /// Waits for the first data, which later polls return, or for the end of the body.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::sync::Notify;
 use http::StatusCode;
 use state::command::BackendRole;
 use state::{Backend, StateView};
@@ -24,13 +25,15 @@ use super::slot_table::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, ProbeSettings, prometheus_text};
 
 /// Health paths, in the order in which they are tried. The first supported one is kept.
-const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
+const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", MODELS_PATH];
 /// Maximum length of a response to a health probe, in bytes.
 const HEALTH_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a response to `GET /v1/models`, in bytes.
 const MODELS_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a response to `GET /server_info`, in bytes.
 const SERVER_INFO_BYTES_MAX: usize = 1 << 20;
+/// Path of the list of models.
+const MODELS_PATH: &str = "/v1/models";
 /// Minimum pause between two health probes, however many failures are reported.
 const ALARM_GAP: Duration = Duration::from_millis(50);
 
@@ -143,26 +146,35 @@ impl Probe {
             self.ready(&mut client, &settings);
             path.follow(settings.health_path.as_deref());
             match path.probe(&mut client).await {
-                Ok(()) => self.stay.passed(),
-                Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
+                Ok(()) if self.is_healthy() => self.stay.passed(),
+                Ok(()) => {
+                    // Another process may have taken over, or the engine may still refuse this
+                    // replica's credentials.
+                    self.list_models(&mut client).await;
+                    self.stay.passed();
+                    self.backends
+                        .board
+                        .list_alarm(self.stay.slot())
+                        .notify_one();
+                }
+                Err(UnhealthyError::Engine(fault, why)) => {
+                    self.stay.failed(fault, self.with_hint(why));
+                }
                 // The backend's state stays unchanged, because the probe was not sent.
                 Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
-            let pause = jittered(settings.interval);
-            let gap = pause.min(ALARM_GAP);
-            tokio::time::sleep(gap).await;
-            tokio::select! {
-                biased;
-                () = tokio::time::sleep(pause - gap) => {}
-                () = self.backends.board.alarm(self.stay.slot()).notified() => {}
-            }
+            self.pause(
+                settings.interval,
+                self.backends.board.alarm(self.stay.slot()),
+            )
+            .await;
         }
     }
 
     async fn poll_reports(&self, mut client: ProbeClient) {
         let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
-        let mut refusals = 0;
+        let mut process = ProcessSigns::default();
         let mut is_described = false;
         loop {
             let settings = self.settings();
@@ -175,9 +187,11 @@ impl Probe {
                 started_at_s: metrics.started_at_s,
                 prompt_tokens: metrics.prompt_tokens,
                 block_size: metrics.block_size,
-                refusals: self.refusals(),
+                refusals: 0,
             };
-            if std::mem::replace(&mut refusals, saw.refusals) != saw.refusals {
+            let signs = self.signs(saw.started_at_s.or(process.started_at_s));
+            saw.refusals = signs.refusals;
+            if std::mem::replace(&mut process, signs) != signs {
                 // Another process may run at the address by now.
                 models_due = Instant::now();
                 is_described = false;
@@ -196,8 +210,38 @@ impl Probe {
                 is_described = self.describe(&mut client).await;
             }
             self.report_changes(&mut memory, (&saw, rank));
-            tokio::time::sleep(jittered(settings.interval)).await;
+            self.pause(
+                settings.interval,
+                self.backends.board.list_alarm(self.stay.slot()),
+            )
+            .await;
         }
+    }
+
+    /// Waits for about `interval`, or a little after `alarm`.
+    async fn pause(&self, interval: Duration, alarm: &Notify) {
+        let pause = jittered(interval);
+        let gap = pause.min(ALARM_GAP);
+        tokio::time::sleep(gap).await;
+        tokio::select! {
+            biased;
+            () = tokio::time::sleep(pause - gap) => {}
+            () = alarm.notified() => {}
+        }
+    }
+
+    /// Adds a hint to the failure of a probe if the URL looks like a client's base URL.
+    fn with_hint(&self, why: String) -> String {
+        let is_base_url = self.url.trim_end_matches('/').ends_with("/v1");
+        match is_base_url && why.ends_with("status 404") {
+            true => format!("{why}; leave /v1 out of the backend's URL"),
+            false => why,
+        }
+    }
+
+    fn is_healthy(&self) -> bool {
+        let flags = self.backends.board.flags(self.stay.slot());
+        flags.is_some_and(|flags| flags.is_healthy)
     }
 
     /// Returns the data-parallel rank that this backend stands for, if its engine has several.
@@ -207,9 +251,14 @@ impl Probe {
         known.and_then(|known| registry.rank(known))
     }
 
-    fn refusals(&self) -> u64 {
+    fn signs(&self, started_at_s: Option<u64>) -> ProcessSigns {
         let record = self.backends.record(self.stay.slot());
-        record.map_or(0, |record| record.refusals_total)
+        let record = record.unwrap_or_default();
+        ProcessSigns {
+            refusals: record.refusals_total,
+            list_doubts: record.list_doubts_total,
+            started_at_s,
+        }
     }
 
     async fn scrape(&self, client: &mut ProbeClient, rank: Option<u16>) -> EngineMetrics {
@@ -246,7 +295,14 @@ impl Probe {
     }
 
     async fn list_models(&self, client: &mut ProbeClient) -> Option<Vec<String>> {
-        let list = client.get("/v1/models", MODELS_BYTES_MAX).await;
+        let list = client.get(MODELS_PATH, MODELS_BYTES_MAX).await;
+        if let Ok(answer) = &list {
+            let why = is_locked_out(answer.status).then(|| {
+                let status = answer.status.as_u16();
+                format!("{MODELS_PATH}: status {status}; set api_key_file to the engine's key")
+            });
+            self.stay.update(|record| record.locked_out(why));
+        }
         let read = success(list).and_then(|answer| {
             engine::read_models(&answer.body).map_err(|fault| fault.to_string())
         });
@@ -343,6 +399,17 @@ impl Probe {
     }
 }
 
+/// What differs if another process runs at the address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct ProcessSigns {
+    /// Number of probes that were refused a connection.
+    refusals: u64,
+    /// Number of further times that the list of models may be another process's.
+    list_doubts: u64,
+    /// Start time that the engine reports, in Unix seconds.
+    started_at_s: Option<u64>,
+}
+
 /// The path that liveness probes use.
 struct HealthPath {
     /// Path from the config, or the first one that the engine supported; `None` until one is found.
@@ -416,6 +483,11 @@ impl UnhealthyError {
             | ProbeError::TooLong(_) => Self::Engine(Fault::Unwell, why),
         }
     }
+}
+
+/// Whether `status` means that the engine refuses this replica's credentials.
+fn is_locked_out(status: StatusCode) -> bool {
+    matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
 }
 
 fn is_unknown_path(status: StatusCode) -> bool {

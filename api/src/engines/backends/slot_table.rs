@@ -53,6 +53,7 @@ impl<W> SlotTable<W> {
             if !is_there {
                 backends.board.unregister(*slot);
                 backends.circuits.forget(*slot);
+                backends.answers.forget(*slot);
                 backends.changed();
             }
             is_there

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
-use http::{Method, Request, Response, StatusCode, Uri, Version};
+use http::{Method, Request, Response, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::Backend;
 use state::ids::{BackendRef, Slot, UserKey};
@@ -20,6 +20,7 @@ use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::blame::{lacks_listed_model, refuses_router, report_status};
 use super::request_context::ProxiedRequest;
 use crate::engines::backends::EngineHeaders;
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
@@ -141,6 +142,8 @@ pub(in crate::proxy) enum AttemptError {
     /// The backend responded with a redirect, which is not relayed: a client that followed it to the
     /// engine would not be counted.
     Redirected,
+    /// The backend refused credentials that are not the client's.
+    RefusedCredentials,
     /// The backend refused with this response. `None` if it was too long or too slow to pass on.
     Refused(Option<Box<Response<Bytes>>>),
 }
@@ -173,6 +176,7 @@ impl AttemptError {
             Self::TimedOutUnsent => "timed-out-unsent",
             Self::TimedOut => "timed-out",
             Self::Redirected => "redirected",
+            Self::RefusedCredentials => "refused-credentials",
             Self::Refused(_) => "refused",
         }
     }
@@ -189,6 +193,7 @@ impl AttemptError {
             | Self::TimedOutUnsent
             | Self::TimedOut
             | Self::Redirected
+            | Self::RefusedCredentials
             | Self::Refused(_) => record.failed(self.label()),
         }
     }
@@ -202,6 +207,7 @@ impl AttemptError {
             | Self::OutOfConnections(_)
             | Self::WithoutPrompt
             | Self::TimedOut
+            | Self::RefusedCredentials
             | Self::Refused(_) => {}
             Self::Unreachable(_) | Self::TimedOutUnsent => {
                 backends.report_no_answer(backend, None, now);
@@ -222,6 +228,7 @@ impl AttemptError {
             | Self::WithoutPrompt
             | Self::TimedOutUnsent
             | Self::Redirected
+            | Self::RefusedCredentials
             | Self::Refused(_) => AttemptEnd::NotRun,
             Self::Broke(_) => AttemptEnd::Failed,
             // The engine may have been computing until the timeout.
@@ -237,6 +244,7 @@ impl AttemptError {
             | Self::Unreachable(_)
             | Self::WithoutPrompt
             | Self::Redirected
+            | Self::RefusedCredentials
             | Self::Refused(_) => true,
             Self::BrokeUnsent(_) | Self::Broke(_) | Self::TimedOutUnsent | Self::TimedOut => false,
         }
@@ -258,24 +266,9 @@ impl AttemptError {
             }
             Self::TimedOutUnsent | Self::TimedOut => Err(ProxyError::EngineTimeout),
             Self::Redirected => Err(ProxyError::Redirected),
+            Self::RefusedCredentials => Err(ProxyError::RefusedCredentials),
             Self::Refused(refusal) => refusal.map(|it| *it).ok_or(ProxyError::Refused),
         }
-    }
-}
-
-/// Reports a response with this status to a backend's circuit breaker. A success counts only once
-/// its body begins.
-pub(in crate::proxy) fn report_status(
-    proxy: &Proxy,
-    backend: BackendRef,
-    user: UserKey,
-    status: StatusCode,
-) {
-    let now = Instant::now();
-    if status.is_client_error() {
-        proxy.backends.report_answer(backend, user, now);
-    } else if !status.is_success() {
-        proxy.backends.report_no_answer(backend, Some(user), now);
     }
 }
 
@@ -309,13 +302,20 @@ pub(super) async fn attempt(
             return Err(fail(proxy, sending, decision, attempt, failure));
         }
     };
-    let status = response.status();
-    report_status(proxy, decision.backend, attempt.user(), status);
+    let (status, backend) = (response.status(), decision.backend);
+    let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
+    report_status(proxy, (backend, attempt.user()), status, refuses_router);
     if let Some(record) = &decision.record {
         record.answered(status.as_u16());
     }
     if let Some(trace) = attempt.trace() {
         trace.answered(status.as_u16());
+    }
+    if refuses_router {
+        // Read to the end, so that the connection can be reused.
+        drop(read_refusal(response).await);
+        let failure = AttemptError::RefusedCredentials;
+        return Err(fail(proxy, sending, decision, attempt, failure));
     }
     // Engines respond with such a status when they cannot fetch the prompt's blocks.
     let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
@@ -326,6 +326,15 @@ pub(super) async fn attempt(
     }
     let begun = sending.with_prompt(begin(&mut response, sending.first_byte_by));
     let Err(error) = begun.await else {
+        let begins = response.body().first();
+        if lacks_listed_model(proxy, sending.proxied, backend, status, begins) {
+            proxy.backends.doubt_list(backend.slot);
+            if !is_last {
+                attempt.end(AttemptEnd::NotRun, Instant::now());
+                let refusal = read_refusal(response).await;
+                return Err(AttemptError::Refused(refusal.map(Box::new)));
+            }
+        }
         return Ok((response, attempt));
     };
     if status.is_success() && !matches!(error, SendError::WithoutPrompt) {
@@ -391,6 +400,7 @@ pub(in crate::proxy) fn note(
         | AttemptError::TimedOutUnsent
         | AttemptError::TimedOut
         | AttemptError::Redirected
+        | AttemptError::RefusedCredentials
         | AttemptError::Refused(_) => {}
         AttemptError::Gone => {
             let error = SendError::Gone;

@@ -27,6 +27,7 @@ use super::attempt::{
     AttemptError, AttemptResult, BootstrapSession, OutgoingRequest, Post, SentRequest, attempt,
     note, post, read_refusal,
 };
+use super::blame::{refuses_router, report_status};
 use crate::engines::backends::EngineUrl;
 use crate::engines::backends::pool::{EngineBody, SendError};
 use crate::error::ProxyError;
@@ -324,15 +325,16 @@ fn without_prompt(
     prefill: PrefillAttempt,
     prefilled: RemotePrefill,
 ) -> Result<(AttemptError, bool), ProxyError> {
-    let (backend, user, now) = (chosen.backend, prefill.user(), Instant::now());
+    let (backend, user) = (chosen.backend, prefill.user());
     match prefilled {
         RemotePrefill::Refused(status, refusal) => {
-            let is_clients = status.is_client_error();
-            match is_clients {
-                true => proxy.backends.report_answer(backend, user, now),
-                false => proxy.backends.report_no_answer(backend, Some(user), now),
-            }
+            let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
+            report_status(proxy, (backend, user), status, refuses_router);
             prefill.end(AttemptEnd::NotRun);
+            if refuses_router {
+                return Ok((AttemptError::RefusedCredentials, false));
+            }
+            let is_clients = status.is_client_error();
             let is_final = is_clients && !proxy.settings.retry.takes(status);
             Ok((AttemptError::Refused(refusal.map(Box::new)), is_final))
         }

@@ -19,6 +19,7 @@ use state::Backend;
 use tokio::time::{Instant, timeout_at};
 
 use super::attempt::{AttemptError, OutgoingRequest, PendingAttempt, Post, note, post};
+use super::blame::{refuses_router, report_status};
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
@@ -190,11 +191,8 @@ fn settle(
             params
         }
         Prefilled::Refused(status) => {
-            let backends = &proxy.backends;
-            match status.is_client_error() {
-                true => backends.report_answer(backend, user, now),
-                false => backends.report_no_answer(backend, Some(user), now),
-            }
+            let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
+            report_status(proxy, (backend, user), status, refuses_router);
             prefill.end(AttemptEnd::NotRun);
             attempt.fall_back_to_single_backend();
             None

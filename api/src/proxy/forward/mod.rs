@@ -9,6 +9,7 @@
 //! it.
 
 pub(super) mod attempt;
+pub(super) mod blame;
 pub(super) mod bootstrap_rooms;
 pub(super) mod disaggregate;
 pub(super) mod request_context;

@@ -29,9 +29,8 @@ use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::answer::{Intake, failed, local};
-use crate::proxy::forward::attempt::{
-    AttemptError, OutgoingRequest, PendingAttempt, report_status,
-};
+use crate::proxy::forward::attempt::{AttemptError, OutgoingRequest, PendingAttempt};
+use crate::proxy::forward::blame::{refuses_router, report_status};
 use crate::proxy::forward::request_context::{
     ArrivedRequest, ProxiedRequest, begin_trace, trace_id,
 };
@@ -500,7 +499,9 @@ impl PickerStream {
         let mut response = Response::new(AnswerSource::Gateway(body));
         *response.status_mut() = head.status;
         *response.headers_mut() = head.headers.clone();
-        report_status(proxy, decision.backend, attempt.user(), head.status);
+        let (backend, status) = (decision.backend, head.status);
+        let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
+        report_status(proxy, (backend, attempt.user()), status, refuses_router);
         if let Some(trace) = attempt.trace() {
             trace.answered(head.status.as_u16());
         }
