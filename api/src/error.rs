@@ -7,7 +7,7 @@
 
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::header::{ACCEPT_ENCODING, ALLOW, CONTENT_TYPE, RETRY_AFTER};
+use http::header::{ACCEPT_ENCODING, ALLOW, CONTENT_TYPE, RETRY_AFTER, UPGRADE};
 use http::{HeaderName, HeaderValue, StatusCode};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -178,7 +178,9 @@ pub enum ProxyError {
         tokens_max: u64,
     },
     /// The content encoding of the body is not supported.
-    #[error("content-encoding {encoding:?} is not supported; send gzip, or the body uncompressed")]
+    #[error(
+        "content-encoding {encoding:?} is not supported; send gzip or zstd, or the body uncompressed"
+    )]
     UnsupportedEncoding {
         /// The encoding, shortened.
         encoding: String,
@@ -186,6 +188,15 @@ pub enum ProxyError {
     /// The client requests a websocket.
     #[error("websockets are not supported; use POST with `\"stream\": true` instead")]
     NoWebsockets,
+    /// The client requests a websocket on a path that it also uses over HTTP.
+    #[error("websockets are not supported; use POST over HTTP instead")]
+    HttpOnly,
+    /// An engine may serve the path, but the config does not list it.
+    #[error("no route for {path}; if the engines serve it, list it in requests.extra_paths")]
+    UnlistedPath {
+        /// Path of the request.
+        path: &'static str,
+    },
     /// No backend has stored a response with this id.
     #[error("no response with id {id:?} is stored")]
     UnknownResponse {
@@ -305,6 +316,9 @@ pub enum ProxyError {
     /// unreachable for clients.
     #[error("the backend responded with a redirect")]
     Redirected,
+    /// The backend refused the credentials, which were not the client's.
+    #[error("the backend refused the credentials of this router, not yours")]
+    RefusedCredentials,
     /// The backend closed the connection, or its response was not HTTP.
     #[error("the backend closed the connection before it responded")]
     EngineBroke,
@@ -316,9 +330,6 @@ pub enum ProxyError {
     EngineTimeout,
 }
 
-    /// The backend refused the credentials, which were not the client's.
-    #[error("the backend refused the credentials of this router, not yours")]
-    RefusedCredentials,
 /// HTTP form of a data-plane failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorResponse {
@@ -357,6 +368,8 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         }
         ProxyError::KeepsNothing { .. } => (501, "invalid_request_error", "endpoint_not_supported"),
         ProxyError::NoWebsockets => (501, "invalid_request_error", "websockets_not_supported"),
+        ProxyError::HttpOnly => (426, "invalid_request_error", "websockets_not_supported"),
+        ProxyError::UnlistedPath { .. } => (404, "invalid_request_error", "unknown_url"),
         ProxyError::UnknownResponse { .. } => (404, "invalid_request_error", "response_not_found"),
         ProxyError::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
         ProxyError::BadExpectation => (417, "invalid_request_error", "expectation_failed"),
@@ -386,6 +399,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
             (502, "server_error", "backend_broke")
         }
         ProxyError::Redirected => (502, "server_error", "backend_redirects"),
+        ProxyError::RefusedCredentials => (502, "server_error", "backend_refuses_credentials"),
         ProxyError::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
     let should_retry = match failure {
@@ -399,7 +413,6 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         status: StatusCode::from_u16(status).expect("the codes above are valid"),
         type_,
         code,
-        ProxyError::RefusedCredentials => (502, "server_error", "backend_refuses_credentials"),
         retry_after_s: retry_after_s(failure),
         should_retry,
     }
@@ -484,9 +497,16 @@ pub fn openai_response(failure: &ProxyError) -> http::Response<Bytes> {
     if let ProxyError::WrongMethod { allowed } = failure {
         headers.insert(ALLOW, HeaderValue::from_static(allowed));
     }
+    if let ProxyError::HttpOnly = failure {
+        // RFC 9110, 15.5.22.
+        headers.insert(UPGRADE, HeaderValue::from_static("HTTP/1.1"));
+    }
     if let ProxyError::UnsupportedEncoding { .. } = failure {
         // RFC 9110, 15.5.16.
-        headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip, identity"));
+        headers.insert(
+            ACCEPT_ENCODING,
+            HeaderValue::from_static("gzip, zstd, identity"),
+        );
     }
     response
 }

@@ -100,6 +100,9 @@ pub struct ParsedBody {
     /// The `lora_path` field of SGLang, as JSON: an adapter in addition to the model. `None` if
     /// absent or `null`.
     pub adapter: Option<String>,
+    /// The `previous_response_id` field of `/v1/responses`: a stored response that the request
+    /// continues. `None` if absent or `null`.
+    pub previous_response: Option<String>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` if absent or invalid.
     pub max_tokens: Option<u32>,
     /// Number of choices requested: `n` or `best_of`, for each prompt of a batch; at least 1.

@@ -151,7 +151,9 @@ impl PromptField {
             | "/v1/messages"
             | "/v1/messages/count_tokens" => Self::Chat,
             "/v1/completions" | "/v1/completions/render" => Self::Completions,
-            "/v1/responses" => Self::Responses,
+            "/v1/responses" | "/v1/responses/compact" | "/v1/responses/input_tokens" => {
+                Self::Responses
+            }
             "/v1/embeddings" | "/v1/rerank" | "/v1/score" | "/v2/rerank" | "/rerank" | "/score"
             | "/classify" | "/pooling" | "/tokenize" => Self::Pooling,
             _ => Self::Other,
@@ -193,6 +195,7 @@ struct BodyFields<'de> {
     cache_salt: Option<String>,
     has_cache_salt: bool,
     lora_path: Option<&'de RawValue>,
+    previous_response: Option<String>,
     max_tokens: Option<u32>,
     choices: Option<u32>,
     tools: Option<&'de RawValue>,
@@ -232,6 +235,7 @@ impl BodyFields<'_> {
             cache_salt: self.cache_salt,
             has_cache_salt: self.has_cache_salt,
             adapter: self.lora_path.map(|path| path.get().to_owned()),
+            previous_response: self.previous_response,
             max_tokens: self.max_tokens,
             skips_cache: surface.skips_cache(&self.cache),
             truncation: self.cache.truncation(),
@@ -336,7 +340,7 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
 }
 
 /// Names of the fields that the router reads on at least one path, except those of [`CacheFields`].
-const KNOWN: [&str; 21] = [
+const KNOWN: [&str; 22] = [
     "model",
     "messages",
     "stream",
@@ -354,6 +358,7 @@ const KNOWN: [&str; 21] = [
     "tools",
     "system",
     "instructions",
+    "previous_response_id",
     "query",
     "queries",
     "text_1",
@@ -396,6 +401,9 @@ impl<'de> BodyVisitor<'_, 'de> {
             ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
                 // A `null` does not undo a number given under another name.
                 let tokens = map.next_value::<LaxValue>()?.count();
+            ("previous_response_id", PromptField::Responses) => {
+                found.previous_response = map.next_value()?;
+            }
                 found.max_tokens = tokens.ok().flatten().or(found.max_tokens);
             }
             ("n" | "best_of", PromptField::Chat | PromptField::Completions) => {

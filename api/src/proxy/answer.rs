@@ -25,7 +25,7 @@ use super::listen::write_timeout::hand_over;
 use super::record::metrics::{RequestMetricsGuard, RequestOutcome};
 use super::request::client_request::RequestHead;
 use super::request::dialect::Dialect;
-use super::request::headers::{CLOSE, request_id};
+use super::request::headers::{CLOSE, UPGRADE_AND_CLOSE, client_request_id, request_id};
 use super::request::identify::RequestOrigin;
 use super::request::request_body::{BodyReader, HeldBodyBytes, read_on};
 use super::request::routes::{Route, unslashed};
@@ -317,9 +317,13 @@ pub(super) fn failed(
         request_metrics.fails_because(failure.to_string());
     }
     let mut response = dialect.response(failure);
-    if *failure == ProxyError::BadKey && version <= Version::HTTP_11 {
-        // A client without a valid key must not keep a connection.
-        response.headers_mut().insert(CONNECTION, CLOSE);
+    if version <= Version::HTTP_11 {
+        if *failure == ProxyError::BadKey {
+            // A client without a valid key must not keep a connection.
+            response.headers_mut().insert(CONNECTION, CLOSE);
+        } else if *failure == ProxyError::HttpOnly {
+            response.headers_mut().insert(CONNECTION, UPGRADE_AND_CLOSE);
+        }
     }
     let outcome = match told.status.is_client_error() {
         true => RequestOutcome::Refused,

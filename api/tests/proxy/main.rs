@@ -5,6 +5,7 @@
 mod access;
 mod addresses;
 mod admission;
+mod agents;
 mod bad_input;
 mod charging;
 mod client;

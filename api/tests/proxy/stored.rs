@@ -112,6 +112,62 @@ async fn a_missing_response_is_404_unless_an_engine_was_silent() {
     assert_eq!(answer.status, 200);
 }
 
+/// Starts an engine that has stored the response with this id, and continues no other one.
+async fn continuing(id: &'static str) -> Engine {
+    Engine::answering(move |request| {
+        let has_it = request.contains(id);
+        match (request.starts_with("POST"), has_it) {
+            (_, true) => vec![answer_json("200 OK", &format!("{{\"id\":\"{id}\"}}"))],
+            (true, false) => vec![answer_json("404 Not Found", r#"{"error":{"message":"x"}}"#)],
+            (false, false) => vec![answer_json("404 Not Found", "{}")],
+        }
+    })
+    .await
+}
+
+fn continues(id: &str) -> String {
+    let body = format!(r#"{{"model":"m","input":"go on","previous_response_id":"{id}"}}"#);
+    post("/v1/responses", "", &body)
+}
+
+#[tokio::test]
+async fn the_next_turn_goes_to_the_engine_that_stored_the_response() {
+    let engines = [
+        continuing("resp_a").await,
+        continuing("resp_b").await,
+        continuing("resp_c").await,
+    ];
+    let all = [&engines[0], &engines[1], &engines[2]];
+    let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
+    for fleet in Fleet::replicas(&all, settings.into()).await {
+        let mut client = fleet.client().await;
+        for id in ["resp_a", "resp_c", "resp_b", "resp_b", "resp_a"] {
+            let answer = client.ask(continues(id)).await;
+            assert_eq!(
+                (answer.status, answer.body),
+                (200, format!("{{\"id\":\"{id}\"}}"))
+            );
+        }
+        // The engine says in its own words that it does not know the response.
+        let answer = client.ask(continues("resp_x")).await;
+        assert_eq!(
+            (answer.status, &*answer.body),
+            (404, r#"{"error":{"message":"x"}}"#)
+        );
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_stored_response_of_a_silent_engine_is_not_given_up() {
+    let engine = continuing("resp_a").await;
+    let fleet = Fleet::start(&[&engine, &Engine::dead().await]).await;
+    let answer = fleet.client().await.ask(continues("resp_a")).await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let answer = fleet.client().await.ask(continues("resp_x")).await;
+    answer.refuses(503, "backend_unreachable");
+}
+
 #[tokio::test]
 async fn stored_response_lookups_use_engine_keys() {
     let engine = keeper("resp_a").await;

@@ -30,6 +30,7 @@ use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt};
 use self::bootstrap_rooms::run_pair;
 use self::disaggregate::disaggregate;
 use self::request_context::ProxiedRequest;
+use self::stored::without_previous_response;
 use super::Proxy;
 use super::record::metrics::RequestMetricsGuard;
 use super::request::dialect::Dialect;
@@ -74,7 +75,7 @@ pub(super) async fn forward(
     request_metrics: &mut RequestMetricsGuard,
 ) -> Result<ForwardResult, ProxyError> {
     let (mut sending, wanted) = prepare(proxy, proxied, request_metrics)?;
-    let mut excluded: Vec<Slot> = Vec::new();
+    let mut excluded = excluded_at_first(proxy, proxied).await?;
     let mut tried = 0;
     let mut last = None;
     loop {
@@ -139,6 +140,18 @@ pub(super) fn prepare<'a>(
 /// Waits for a backend and records the result in the request's record and spans.
 pub(super) async fn admit(
     proxy: &Proxy,
+/// Returns the slots of the backends that cannot run a request, whatever their state.
+pub(super) async fn excluded_at_first(
+    proxy: &Proxy,
+    proxied: &ProxiedRequest,
+) -> Result<Vec<Slot>, ProxyError> {
+    match proxied.parsed.previous_response {
+        None => Ok(Vec::new()),
+        // Boxed: large, and not needed by most requests.
+        Some(_) => Box::pin(without_previous_response(proxy, proxied)).await,
+    }
+}
+
     proxied: &Arc<ProxiedRequest>,
     excluded: &[Slot],
 ) -> Result<(Decision, Attempt), ProxyError> {

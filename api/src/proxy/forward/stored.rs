@@ -1,5 +1,5 @@
-//! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`), which
-//! are routed to the engine that has them.
+//! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`, and
+//! `previous_response_id`), which are routed to the engine that has them.
 //!
 //! Quorate does not record which engine that is. It asks the available engines in turn and relays
 //! the first response other than "not found" or "not supported" (ADR 0038). Engines draw ids at
@@ -12,21 +12,24 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::{StreamExt as _, stream};
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt, Collected, Limited};
 use opentelemetry::trace::TraceId;
 use serde::Deserialize;
-use state::ids::BackendRef;
+use state::ids::{BackendRef, Slot};
 use tokio::time::{Instant, timeout};
 
 use super::attempt::read_refusal;
+use super::request_context::ProxiedRequest;
 use super::{ForwardResult, clean_head, content, timeouts};
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::request::dialect::Dialect;
 use crate::proxy::request::headers::{Hop, toward_engine};
+use crate::proxy::request::routes::is_response_id;
 use crate::proxy::request::usage_options::WantedUsage;
 use crate::proxy::response::answer_source::AnswerSource;
 use crate::proxy::response::response_body::{RespondingBackend, ResponseBody};
@@ -35,6 +38,9 @@ use crate::traces::TraceHeaders;
 
 /// Timeout for one engine, which only looks into a table.
 const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Maximum number of engines that are asked at once for the response that a request continues.
+const ASKED_AT_ONCE_MAX: usize = 16;
 
 /// Maximum length of a stored response that is read for its model, in bytes.
 const STORED_BYTES_MAX: usize = 64 << 20;
@@ -67,7 +73,7 @@ pub(in crate::proxy) async fn forward_stored(
     from: RequestContext<'_>,
 ) -> Result<ForwardResult, ProxyError> {
     let mut was_silent = false;
-    for backend in storing_backends(proxy) {
+    for backend in storing_backends(proxy, None) {
         let asked = async {
             if holder.has_some_models(&proxy.view) {
                 let response = ask(proxy, &backend, &reading(head), from).await?;
@@ -110,11 +116,67 @@ pub(in crate::proxy) async fn forward_stored(
     })
 }
 
-/// Returns all available engines, draining ones included: they may have stored the response.
-fn storing_backends(proxy: &Proxy) -> Vec<StoringBackend> {
+/// Returns the slots of the backends that cannot run `proxied` because it continues a response that
+/// another engine has stored. They are asked for it at once. If none has it, all may run the
+/// request, and its engine reports the unknown id in its own words.
+///
+/// # Errors
+/// Returns [`ProxyError::Unreachable`] if an engine that may have the response was silent.
+pub(in crate::proxy) async fn without_previous_response(
+    proxy: &Proxy,
+    proxied: &ProxiedRequest,
+) -> Result<Vec<Slot>, ProxyError> {
+    let id = proxied.parsed.previous_response.as_deref();
+    let Some(id) = id.filter(|id| is_response_id(id)) else {
+        return Ok(Vec::new());
+    };
+    let backends = storing_backends(proxy, Some(&proxied.parsed.model));
+    if backends.len() < 2 {
+        return Ok(Vec::new());
+    }
+    let mut head = proxied.head.clone();
+    head.method = Method::GET;
+    head.uri = format!("/v1/responses/{id}").parse().unwrap_or_default();
+    let trace = proxied.trace_headers(None);
+    let from = RequestContext {
+        peer: &proxied.peer,
+        request_id: &proxied.request_id,
+        trace: trace.as_ref(),
+        trace_id: proxied.trace_id(),
+    };
+    let asked = backends
+        .into_iter()
+        .map(|backend| ask_in_time(proxy, backend, &head, from));
+    let mut answers = stream::iter(asked).buffer_unordered(ASKED_AT_ONCE_MAX);
+    let mut was_silent = false;
+    while let Some((slot, answer)) = answers.next().await {
+        match answer {
+            Ok(answer) if answer.status().is_success() => {
+                let registry = proxy.view.registry();
+                let of_engine = registry.ranks.slots_of_engine(slot);
+                let others = registry.backends.iter().map(|backend| backend.handle.slot);
+                let others = others.filter(|other| *other != slot && !of_engine.contains(other));
+                return Ok(others.collect());
+            }
+            // Read to the end, so that the connection can be reused.
+            Ok(answer) => drop(read_refusal(answer).await),
+            Err(SendError::Gone) => {}
+            Err(_) => was_silent = true,
+        }
+    }
+    match was_silent {
+        true => Err(ProxyError::Unreachable),
+        false => Ok(Vec::new()),
+    }
+}
+
+/// Returns all available engines, or those of `model`, draining ones included: they may have stored
+/// the response.
+fn storing_backends(proxy: &Proxy, model: Option<&str>) -> Vec<StoringBackend> {
     let registry = proxy.view.registry();
     // The ranks of an engine share one store.
     let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
+    let backends = backends.filter(|it| model.is_none_or(|model| it.serves(model)));
     let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
     up.map(|backend| StoringBackend {
         handle: backend.handle,
@@ -130,6 +192,17 @@ fn is_elsewhere(status: StatusCode) -> bool {
         status,
         StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED
     )
+}
+
+/// Asks within [`ENGINE_TIMEOUT`]. Also returns the slot of the backend.
+async fn ask_in_time(
+    proxy: &Proxy,
+    backend: StoringBackend,
+    head: &Parts,
+    from: RequestContext<'_>,
+) -> (Slot, Result<Response<EngineBody>, SendError>) {
+    let asked = timeout(ENGINE_TIMEOUT, ask(proxy, &backend, head, from)).await;
+    (backend.handle.slot, asked.unwrap_or(Err(SendError::Ended)))
 }
 
 async fn ask(
@@ -155,7 +228,11 @@ async fn ask(
     let uri = target.map_or_else(Uri::default, Uri::from);
     let build = || {
         let mut request = Request::new(Segments::default());
-        *request.method_mut() = head.method.clone();
+        *request.method_mut() = match head.method {
+            // Engines that serve `GET` need not serve `HEAD`.
+            Method::HEAD => Method::GET,
+            _ => head.method.clone(),
+        };
         *request.uri_mut() = uri.clone();
         *request.headers_mut() = toward_engine(&head.headers, endpoint.host(), &hop);
         request

@@ -34,7 +34,7 @@ use crate::proxy::forward::blame::{refuses_router, report_status};
 use crate::proxy::forward::request_context::{
     ArrivedRequest, ProxiedRequest, begin_trace, trace_id,
 };
-use crate::proxy::forward::{admit, hidden, prepare, relay};
+use crate::proxy::forward::{admit, excluded_at_first, hidden, prepare, relay};
 use crate::proxy::listen::answer_body::AnswerBody;
 use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
 use crate::proxy::request::dialect::Dialect;
@@ -408,9 +408,10 @@ impl PickerStream {
     ) -> Result<(Decision, Attempt), StreamHalt> {
         let proxy = &self.picker.proxy;
         let arrived = Instant::now();
+        let excluded = excluded_at_first(proxy, proxied).await?;
         let admitted = tokio::select! {
             biased;
-            admitted = admit(proxy, proxied, &[]) => admitted,
+            admitted = admit(proxy, proxied, &excluded) => admitted,
             halt = self.inbound.gone(may_go_on) => return Err(halt),
         };
         let (decision, mut attempt) = admitted?;

@@ -150,6 +150,7 @@ fn needs_no_compute(path: &str) -> bool {
             | "/v1/detokenize"
             | "/v1/messages/count_tokens"
             | "/v1/chat/completions/render"
+            | "/v1/responses/input_tokens"
             | "/v1/completions/render"
     )
 }
@@ -189,7 +190,7 @@ impl RequestReader {
         head: &RequestHead<'a>,
     ) -> Result<(Holder, Route<'a>), ProxyError> {
         check_head(head.version, head.headers)?;
-        refuse_websocket(head.headers)?;
+        refuse_websocket(head.path, head.headers)?;
         let holder = match head.origin {
             RequestOrigin::Address(_) | RequestOrigin::TrustedProxy => {
                 let of_cluster = |key: &[u8]| self.keys.holder(&self.settings.keys, key);

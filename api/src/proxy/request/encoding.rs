@@ -3,7 +3,7 @@
 //!
 //! Engines receive the decoded body. A body can grow a thousandfold, so it is decoded as it
 //! arrives, in small parts that let other requests run in between. Decoding stops once the result
-//! exceeds the limit.
+//! exceeds the limit. Codex compresses with zstd, most other clients that do with gzip.
 
 use std::io::{self, Write};
 
@@ -12,10 +12,11 @@ use flate2::write::MultiGzDecoder;
 use http::header::CONTENT_ENCODING;
 use http::{HeaderMap, HeaderValue};
 
+use super::zstd::ZstdBody;
 use crate::error::ProxyError;
 
-/// Number of compressed bytes decoded at a time. They expand to at most 4 MiB.
-pub(super) const GZIP_PART_BYTES: usize = 4096;
+/// Number of compressed bytes given to a decoder at a time. With gzip, they expand to at most 4 MiB.
+pub(super) const PART_BYTES: usize = 4096;
 /// Maximum length of an encoding's name in an error, in bytes.
 const SHOWN_ENCODING_BYTES_MAX: usize = 64;
 
@@ -24,6 +25,7 @@ const SHOWN_ENCODING_BYTES_MAX: usize = 64;
 pub(super) enum BodyEncoding {
     Identity,
     Gzip,
+    Zstd,
 }
 
 impl BodyEncoding {
@@ -39,6 +41,7 @@ impl BodyEncoding {
             b"" | b"identity" => Ok(Self::Identity),
             // RFC 9110, 8.4.1.3.
             b"gzip" | b"x-gzip" => Ok(Self::Gzip),
+            b"zstd" => Ok(Self::Zstd),
             _ => Err(unsupported(headers)),
         }
     }
@@ -54,14 +57,92 @@ fn unsupported(headers: &HeaderMap) -> ProxyError {
     ProxyError::UnsupportedEncoding { encoding }
 }
 
+/// Decoder of a compressed body.
+pub(super) enum BodyDecoder {
+    Gzip(GzipBody),
+    Zstd(Box<ZstdBody>),
+}
+
+impl BodyDecoder {
+    /// Returns the decoder of a body with this encoding; `None` if it is not compressed.
+    pub(super) fn of(encoding: BodyEncoding, bytes_max: u64) -> Option<Self> {
+        match encoding {
+            BodyEncoding::Identity => None,
+            BodyEncoding::Gzip => Some(Self::Gzip(GzipBody::new(bytes_max))),
+            BodyEncoding::Zstd => Some(Self::Zstd(Box::new(ZstdBody::new(bytes_max)))),
+        }
+    }
+
+    /// Decodes the beginning of a part of at most [`PART_BYTES`], and returns the number of decoded
+    /// bytes. [`Self::advance`] decodes the rest. Fails if the body is invalid or too long.
+    pub(super) fn push(&mut self, part: &[u8]) -> Result<Option<usize>, ProxyError> {
+        match self {
+            Self::Gzip(gzip) => gzip.push(part).map(Some),
+            Self::Zstd(zstd) => {
+                zstd.add(part);
+                zstd.advance()
+            }
+        }
+    }
+
+    /// Decodes more of the last part, and returns the number of decoded bytes; `None` at its end.
+    pub(super) fn advance(&mut self) -> Result<Option<usize>, ProxyError> {
+        match self {
+            Self::Gzip(_) => Ok(None),
+            Self::Zstd(zstd) => zstd.advance(),
+        }
+    }
+
+    /// Returns how many bytes the decoder keeps beside the decoded ones, as far as that matters.
+    pub(super) fn window(&self) -> u64 {
+        match self {
+            Self::Gzip(_) => 0,
+            Self::Zstd(zstd) => zstd.window(),
+        }
+    }
+
+    /// Returns the whole decoded body, or an error if it is incomplete or too long.
+    pub(super) fn end(self) -> Result<Bytes, ProxyError> {
+        match self {
+            Self::Gzip(gzip) => gzip.end(),
+            Self::Zstd(zstd) => zstd.end(),
+        }
+    }
+}
+
 /// Decoder of a gzip body that arrives in parts.
 pub(super) struct GzipBody(MultiGzDecoder<BoundedBytes>);
 
 /// Decoded bytes. Writing beyond `bytes_max` fails.
-struct BoundedBytes {
-    bytes: Vec<u8>,
+pub(super) struct BoundedBytes {
+    pub(super) bytes: Vec<u8>,
     bytes_max: u64,
     is_over: bool,
+}
+
+impl BoundedBytes {
+    pub(super) fn new(bytes_max: u64) -> Self {
+        Self {
+            bytes: Vec::new(),
+            bytes_max,
+            is_over: false,
+        }
+    }
+
+    /// Returns the error of a body that could not be decoded.
+    pub(super) fn fault(&self, encoding: &str) -> ProxyError {
+        match self.is_over {
+            true => ProxyError::BodyTooLarge {
+                bytes_max: self.bytes_max,
+            },
+            false => ProxyError::BadRequest {
+                message: format!(
+                    "the body is not valid {encoding}, although content-encoding is {encoding}"
+                ),
+                param: None,
+            },
+        }
+    }
 }
 
 impl Write for BoundedBytes {
@@ -81,11 +162,7 @@ impl Write for BoundedBytes {
 
 impl GzipBody {
     pub(in crate::proxy) fn new(bytes_max: u64) -> Self {
-        Self(MultiGzDecoder::new(BoundedBytes {
-            bytes: Vec::new(),
-            bytes_max,
-            is_over: false,
-        }))
+        Self(MultiGzDecoder::new(BoundedBytes::new(bytes_max)))
     }
 
     /// Decodes a part and returns the number of decoded bytes. Fails if the body is invalid or too
@@ -106,16 +183,7 @@ impl GzipBody {
     }
 
     fn fault(&self) -> ProxyError {
-        let decoded = self.0.get_ref();
-        match decoded.is_over {
-            true => ProxyError::BodyTooLarge {
-                bytes_max: decoded.bytes_max,
-            },
-            false => ProxyError::BadRequest {
-                message: "the body is not valid gzip, although content-encoding is gzip".to_owned(),
-                param: None,
-            },
-        }
+        self.0.get_ref().fault("gzip")
     }
 }
 
@@ -204,6 +272,7 @@ mod tests {
         assert_eq!(of(&["Identity"]), Ok(BodyEncoding::Identity));
         assert_eq!(of(&["GZIP"]), Ok(BodyEncoding::Gzip));
         assert_eq!(of(&["x-gzip"]), Ok(BodyEncoding::Gzip));
+        assert_eq!(of(&["zstd"]), Ok(BodyEncoding::Zstd));
         for wrong in [
             &["br"][..],
             &["gzip, gzip"],

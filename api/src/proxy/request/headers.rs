@@ -18,6 +18,10 @@ use crate::users::api_keys::is_of_cluster;
 
 /// Value of the `connection` header that marks a response as the last of its connection.
 pub(in crate::proxy) const CLOSE: HeaderValue = HeaderValue::from_static("close");
+/// Value of the `connection` header of a response that names another protocol and is the last of
+/// its connection.
+pub(in crate::proxy) const UPGRADE_AND_CLOSE: HeaderValue =
+    HeaderValue::from_static("upgrade, close");
 /// Header with the request id, used by clients, Quorate and engines.
 pub(in crate::proxy) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// API key header of some clients.

@@ -13,3 +13,4 @@ pub(super) mod request_body;
 pub(super) mod routes;
 pub(super) mod usage_options;
 pub(super) mod user_models;
+mod zstd;

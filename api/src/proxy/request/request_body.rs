@@ -14,7 +14,7 @@ use hyper::body::Incoming;
 use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::encoding::{BodyEncoding, GZIP_PART_BYTES, GzipBody};
+use super::encoding::{BodyDecoder, BodyEncoding, PART_BYTES};
 use super::headers::PRIORITY;
 use crate::error::ProxyError;
 use crate::prompt::ReadError;
@@ -48,6 +48,17 @@ impl HeldBodyBytes {
             return Err(ProxyError::Overloaded);
         }
         Ok(())
+    }
+
+    /// Returns a further share in the total, which is empty.
+    fn beside(&self) -> Self {
+        Self::none(&self.all, self.bytes_max)
+    }
+
+    /// Adds what is missing to `bytes`.
+    fn raise_to(&mut self, bytes: u64) -> Result<(), ProxyError> {
+        let missing = bytes.saturating_sub(self.bytes);
+        self.add(usize::try_from(missing).unwrap_or(usize::MAX))
     }
 
     /// Releases all bytes of the body.
@@ -91,8 +102,8 @@ impl BodyReader<'_> {
             return Err(ProxyError::BodyTooLarge { bytes_max });
         }
         let began = Instant::now();
-        if encoding == BodyEncoding::Gzip {
-            return self.read_gzip(body, held, began).await;
+        if let Some(decoder) = BodyDecoder::of(encoding, bytes_max) {
+            return self.read_compressed(decoder, body, held, began).await;
         }
         let mut whole = BytesMut::new();
         let mut first = Bytes::new();
@@ -121,27 +132,33 @@ impl BodyReader<'_> {
         })
     }
 
-    /// Reads a gzip body and decodes it as it arrives.
-    async fn read_gzip<B: Body<Data = Bytes> + Unpin>(
+    /// Reads a compressed body and decodes it as it arrives.
+    async fn read_compressed<B: Body<Data = Bytes> + Unpin>(
         &self,
+        mut decoder: BodyDecoder,
         body: &mut B,
         held: &mut HeldBodyBytes,
         began: Instant,
     ) -> Result<Bytes, ProxyError> {
         let bytes_max = self.bytes_max;
-        let mut gzip = GzipBody::new(bytes_max);
+        let mut window = held.beside();
         let mut received = 0;
         while let Some(data) = self.piece(body, began).await? {
             received += data.len() as u64;
             if received > bytes_max {
                 return Err(ProxyError::BodyTooLarge { bytes_max });
             }
-            for part in data.chunks(GZIP_PART_BYTES) {
-                held.add(gzip.push(part)?)?;
-                yield_now().await;
+            for part in data.chunks(PART_BYTES) {
+                let mut decoded = decoder.push(part)?;
+                while let Some(bytes) = decoded {
+                    held.add(bytes)?;
+                    window.raise_to(decoder.window())?;
+                    yield_now().await;
+                    decoded = decoder.advance()?;
+                }
             }
         }
-        gzip.end()
+        decoder.end()
     }
 
     /// Returns the next piece; `None` at the end. Fails if it takes too long or the body breaks
@@ -247,12 +264,15 @@ impl From<PreferenceRejection> for ProxyError {
     }
 }
 
-/// Rejects websocket upgrades. All other `upgrade` offers may be ignored.
-pub(super) fn refuse_websocket(headers: &HeaderMap) -> Result<(), ProxyError> {
+/// Rejects websocket upgrades. All other `upgrade` offers may be ignored. On the path that clients
+/// try over a websocket first, the status makes them go on over HTTP at once.
+pub(super) fn refuse_websocket(path: &str, headers: &HeaderMap) -> Result<(), ProxyError> {
     let upgrade = headers.get(UPGRADE).map(HeaderValue::as_bytes);
-    match upgrade.is_some_and(|it| it.trim_ascii().eq_ignore_ascii_case(b"websocket")) {
-        true => Err(ProxyError::NoWebsockets),
-        false => Ok(()),
+    let is_wanted = upgrade.is_some_and(|it| it.trim_ascii().eq_ignore_ascii_case(b"websocket"));
+    match (is_wanted, path) {
+        (false, _) => Ok(()),
+        (true, "/v1/responses") => Err(ProxyError::HttpOnly),
+        (true, _) => Err(ProxyError::NoWebsockets),
     }
 }
 

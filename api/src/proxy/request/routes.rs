@@ -112,6 +112,9 @@ const CONTROL_PREFIXES: [&str; 6] = [
     "start_expert_distribution",
 ];
 
+/// Paths below `/v1/responses` that are no stored responses. Not all engines serve them.
+const NOT_STORED: [&str; 2] = ["/v1/responses/compact", "/v1/responses/input_tokens"];
+
 /// Maximum length of a stored response's id, in bytes.
 const RESPONSE_ID_BYTES_MAX: usize = 256;
 /// Maximum length of a path in an error or log line, in bytes.
@@ -174,8 +177,15 @@ fn stored_response(path: &str) -> Option<(&str, bool)> {
         Some(id) => (id, true),
         None => (rest, false),
     };
-    let is_id = id.len() <= RESPONSE_ID_BYTES_MAX && is_plain_segment(id);
-    is_id.then_some((id, is_cancel))
+    if NOT_STORED.contains(&path) {
+        return None;
+    }
+    is_response_id(id).then_some((id, is_cancel))
+}
+
+/// Whether `id` may be part of the path of a stored response.
+pub(in crate::proxy) fn is_response_id(id: &str) -> bool {
+    id.len() <= RESPONSE_ID_BYTES_MAX && is_plain_segment(id)
 }
 
 /// Whether bodies for this path are forms.
@@ -217,6 +227,9 @@ pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
         path: shown_path(path).to_owned(),
     }
 }
+    if let Some(path) = NOT_STORED.iter().find(|known| **known == path) {
+        return ProxyError::UnlistedPath { path };
+    }
 
 /// Returns a path as errors and the log show it, cut to [`SHOWN_PATH_BYTES_MAX`].
 pub(in crate::proxy) fn shown_path(path: &str) -> &str {
@@ -352,6 +365,8 @@ mod tests {
         }
     }
 
+            (Method::POST, "/v1/responses/compact", 404),
+            (Method::GET, "/v1/responses/input_tokens", 404),
     #[test]
     fn one_trailing_slash_is_removed() {
         let unslashed = |uri: &str| unslashed(&uri.parse().unwrap()).map(|it| it.to_string());
