@@ -414,6 +414,7 @@ pub(super) async fn put(
     let url = match EngineUrl::parse(&body.url) {
         Ok(url) => {
             allowed(&admin, "url", &EnginePlace::Host(url.host().to_owned()))?;
+            is_free(&admin, &id, url.as_str())?;
             url.as_str().to_owned()
         }
         // The cluster reports what is wrong with the value.
@@ -446,6 +447,25 @@ pub(super) async fn put(
         .map_err(|(field, expected)| invalid(field, expected))?;
     let _turn = if_match.turn(&admin, || version(&admin, &spec.id)).await?;
     submit(&admin, Command::PutBackend(spec)).await
+}
+
+/// Returns a problem if `url` is that of another engine, which would get twice its share of requests
+/// and whose cache two backends would own.
+fn is_free(admin: &Admin, id: &str, url: &str) -> Result<(), Problem> {
+    let registry = admin.view.registry();
+    // The ranks of an engine share its URL.
+    let is_other = |it: &&Backend| state::engine_of(&it.spec.id) != state::engine_of(id);
+    let mut others = registry.backends.iter().filter(is_other);
+    match others.find(|it| it.spec.url == url) {
+        None => Ok(()),
+        Some(other) => Err(invalid(
+            "url",
+            format!(
+                "{url} is that of the backend {:?}, expected another one",
+                other.spec.id
+            ),
+        )),
+    }
 }
 
 /// Returns a problem if this replica would not connect to `place`.

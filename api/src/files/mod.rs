@@ -3,3 +3,4 @@
 pub mod backup;
 pub mod file_stamp;
 pub mod recording;
+pub mod text;

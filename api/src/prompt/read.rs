@@ -304,12 +304,12 @@ fn with_preamble(
 struct BodyVisitor<'a, 'de> {
     text: &'de str,
     surface: PromptField,
+    /// Whether the body is one of Anthropic's API.
+    is_anthropic: bool,
     /// Known field that is being read, for error messages.
     field: &'a Cell<Option<&'static str>>,
     found: &'a mut BodyFields<'de>,
 }
-    /// Whether the body is one of Anthropic's API.
-    is_anthropic: bool,
 
 impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
     type Value = ();
@@ -380,7 +380,10 @@ impl<'de> BodyVisitor<'_, 'de> {
     ) -> Result<(), A::Error> {
         let found = &mut *self.found;
         match (field, self.surface) {
-            ("model", _) => found.model = Some(map.next_value::<Str<'de>>()?.0),
+            ("model", _) => {
+                let model = map.next_value::<Option<Str<'de>>>()?;
+                found.model = model.map(|Str(model)| model);
+            }
             ("stream", _) => {
                 let flag = map.next_value::<LaxValue>()?.flag();
                 found.stream = flag == Ok(Some(true));
@@ -398,12 +401,12 @@ impl<'de> BodyVisitor<'_, 'de> {
                 let raw = map.next_value::<&'de RawValue>()?;
                 found.lora_path = (raw.get() != "null").then_some(raw);
             }
-            ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
-                // A `null` does not undo a number given under another name.
-                let tokens = map.next_value::<LaxValue>()?.count();
             ("previous_response_id", PromptField::Responses) => {
                 found.previous_response = map.next_value()?;
             }
+            ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
+                // A `null` does not undo a number given under another name.
+                let tokens = map.next_value::<LaxValue>()?.count();
                 found.max_tokens = tokens.ok().flatten().or(found.max_tokens);
             }
             ("n" | "best_of", PromptField::Chat | PromptField::Completions) => {

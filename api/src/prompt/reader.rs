@@ -17,7 +17,6 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use state::Backend;
 use state::StateView;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
@@ -246,10 +245,17 @@ impl PromptReader {
         told.filter_map(|listed| listed.max_model_len).min()
     }
 
-    /// Returns the model that the backends name, if they name exactly one.
+    /// Returns the model that the backends name, if they name exactly one, adapters aside: without a
+    /// model, engines use none.
     fn only_model(&self) -> Option<String> {
         let registry = self.view.registry();
-        let mut models = registry.backends.iter().flat_map(Backend::named_models);
+        let mut models = registry.backends.iter().flat_map(|backend| {
+            let is_whole = |model: &&str| {
+                let listed = self.backends.listed(backend.handle.slot, model);
+                !listed.is_some_and(|listed| listed.is_adapter())
+            };
+            backend.named_models().filter(is_whole)
+        });
         let first = models.next()?;
         models.all(|other| other == first).then(|| first.to_owned())
     }

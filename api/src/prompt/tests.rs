@@ -256,7 +256,7 @@ fn body_errors_name_cause_and_position() {
         {"stream":true}                                            "model": model is missing, expected a model id
         {"model":""}                                               "model": model: is empty, expected a model id
         {"model":7}                                                "model": model: invalid type: integer `7`, expected a string at line 1 column 10
-        {"model":null}                                             "model": model: invalid type: null, expected a string at line 1 column 13
+        {"model":null}                                             "model": model is missing, expected a model id
         {"model":"m","user":{}}                                    "user": user: invalid type: map, expected a string at line 1 column 20
         {"model":"m","messages":"hi"}                              "messages": messages: invalid type: string "hi", expected an array of messages at line 1 column 28
         {"model":"m","messages":["hi"]}                            "messages": messages: invalid type: string "hi", expected a message object at line 1 column 29

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::CONNECTION;
-use http::{HeaderMap, HeaderValue, Request, Response, Version};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
 use http_body::Body;
 use hyper::body::Incoming;
 use state::ids::UserKey;
@@ -80,6 +80,7 @@ impl Proxy {
             head.uri = uri;
         }
         let (version, dialect) = (head.version, Dialect::of(head.uri.path()));
+        let is_head = head.method == Method::HEAD;
         let origin = self.settings.cors.verdict(&head.headers);
         let ignored = self.requests.ignored(&head.headers);
         let mut user = None;
@@ -98,12 +99,18 @@ impl Proxy {
         };
         let handled = handled.instrument(span).await;
         let mut response = match handled {
+            Ok(answer) if is_head => {
+                self.passed_on(answer.without_body(), version, request_metrics)
+            }
             Ok(answer) => self.passed_on(answer, version, request_metrics),
             Err(failure) => {
                 let failure = self.readiness_gate.doubt(failure);
                 failed(&failure, dialect, version, request_metrics)
             }
         };
+        if is_head {
+            *response.body_mut() = AnswerBody(AnswerBodyKind::Local(None));
+        }
         self.sign(response.headers_mut(), (dialect, id), (ignored, user));
         origin.add_headers(response.headers_mut());
         response
@@ -243,11 +250,20 @@ impl Proxy {
         request_metrics.records(record.clone());
         let counted = self.users.count(read.user.as_str());
         request_metrics.counts(counted.ok_or(ProxyError::UserAtLimit)?);
+        let engine_request_id = match client_request_id(&head.headers) {
+            None => request_id.clone(),
+            Some(id) => {
+                let (id, claim) = self.request_ids.claim(id);
+                request_metrics.claims(claim);
+                id
+            }
+        };
         Ok(ProxiedRequest {
             head,
             body,
             read,
             request_id,
+            engine_request_id,
             peer,
             endpoints,
             record,

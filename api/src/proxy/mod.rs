@@ -66,6 +66,7 @@ pub use settings::{
 
 use self::limits::clients::{ClientTable, UserRequests};
 use self::limits::poison_requests::PoisonRequests;
+use self::limits::request_ids::RequestIds;
 use self::limits::retry_budget::RetryBudget;
 use self::listen::readiness_gate::ReadinessGate;
 use self::record::access::AccessLog;
@@ -97,6 +98,7 @@ pub struct Proxy {
     users: Arc<UserRequests>,
     budget: Arc<RetryBudget>,
     poison_requests: Arc<PoisonRequests>,
+    request_ids: Arc<RequestIds>,
     access: Arc<AccessLog>,
     readiness_gate: ReadinessGate,
 }
@@ -144,6 +146,7 @@ impl Proxy {
             users: Arc::new(users),
             budget: Arc::new(budget),
             poison_requests: Arc::new(PoisonRequests::new()),
+            request_ids: Arc::default(),
             access: Arc::new(access),
             readiness_gate: ReadinessGate::default(),
         }

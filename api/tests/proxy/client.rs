@@ -91,6 +91,23 @@ impl Client {
 
     /// Reads one response, as much of it as arrives.
     pub(crate) async fn answer(&mut self) -> Answer {
+        let mut answer = self.head().await;
+        if answer.header("transfer-encoding") == Some("chunked") {
+            self.read_chunks(&mut answer).await;
+        } else {
+            let length = answer
+                .header("content-length")
+                .map_or(0, |text| text.parse().unwrap());
+            while self.read.len() < length && self.fill().await {}
+            answer.is_complete = self.read.len() >= length;
+            let body: Vec<u8> = self.read.drain(..length.min(self.read.len())).collect();
+            answer.body = String::from_utf8(body).unwrap();
+        }
+        answer
+    }
+
+    /// Reads the head of one response, which is all of a response to `HEAD`.
+    pub(crate) async fn head(&mut self) -> Answer {
         let head_end = loop {
             if let Some(at) = find(&self.read, b"\r\n\r\n") {
                 let head: Vec<u8> = self.read.drain(..at + 4).collect();
@@ -117,23 +134,11 @@ impl Client {
             .map(|line| line.split_once(": ").unwrap_or((line, "")))
             .map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()))
             .collect();
-        let mut answer = Answer {
+        Answer {
             status,
             headers,
             ..Answer::default()
-        };
-        if answer.header("transfer-encoding") == Some("chunked") {
-            self.read_chunks(&mut answer).await;
-        } else {
-            let length = answer
-                .header("content-length")
-                .map_or(0, |text| text.parse().unwrap());
-            while self.read.len() < length && self.fill().await {}
-            answer.is_complete = self.read.len() >= length;
-            let body: Vec<u8> = self.read.drain(..length.min(self.read.len())).collect();
-            answer.body = String::from_utf8(body).unwrap();
         }
-        answer
     }
 
     async fn read_chunks(&mut self, answer: &mut Answer) {

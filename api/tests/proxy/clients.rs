@@ -1,6 +1,7 @@
 //! Features that clients written for engines and for model providers rely on.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use api::engines::backends::ProbeSettings;
 use api::proxy::{AllowedOrigins, ProxySettings};
@@ -8,6 +9,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::{Value, json};
 use state::command::{BackendSpec, Command};
+use tokio::sync::Semaphore;
 
 use super::client::{Answer, chat, post};
 use super::engine::{Engine, Step, chunk, json as answer_json, last_chunk, stream_head};
@@ -306,6 +308,104 @@ async fn a_gzip_body_reaches_the_engine_decoded() {
 }
 
 #[tokio::test]
+async fn a_byte_order_mark_before_the_body_is_skipped() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let body = r#"{"model":"m","messages":[],"stream":true}"#;
+    let request = post("/v1/chat/completions", "", &format!("\u{feff}{body}"));
+    let answer = fleet.client().await.ask(request).await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let seen = engine.requests().remove(0);
+    assert!(seen.contains("\r\n\r\n{"), "{seen}");
+}
+
+#[tokio::test]
+async fn head_is_served_like_get_without_a_body() {
+    let engine = Engine::always(vec![answer_json("200 OK", r#"{"id":"resp_1"}"#)]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    for path in ["/v1/models", "/v1/models/m", "/v1/responses/resp_1"] {
+        let whole = client.ask(get(path, "")).await;
+        assert_eq!(whole.status, 200, "{path}");
+        let request = get(path, "").replacen("GET", "HEAD", 1);
+        // A body would be taken for the next response.
+        client.send(request.clone() + &request).await;
+        for _ in 0..2 {
+            client.read_until("\r\n\r\n").await;
+            let head = client.head().await;
+            assert_eq!(head.status, 200, "{path}");
+            let length = |answer: &Answer| answer.header("content-length").map(str::to_owned);
+            assert_eq!(length(&head), length(&whole), "{path}");
+        }
+    }
+    let request = get("/v1/models/other", "").replacen("GET", "HEAD", 1);
+    client.send(request).await;
+    assert_eq!(client.head().await.status, 404);
+    let seen = engine.requests();
+    assert!(
+        seen.iter().all(|request| request.starts_with("GET ")),
+        "{seen:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_error_above_a_mebibyte_ends_properly() {
+    let long = "x".repeat(3 << 20);
+    for framing in ["content-length", "chunked"] {
+        let steps = match framing {
+            "chunked" => {
+                let head = "HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n";
+                vec![
+                    Step::Send(head.as_bytes().to_vec()),
+                    chunk(&long),
+                    last_chunk(),
+                ]
+            }
+            _ => vec![answer_json("400 Bad Request", &long)],
+        };
+        let engine = Engine::always(steps).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let mut client = fleet.client().await;
+        let answer = client.ask(chat("")).await;
+        assert_eq!(answer.status, 400);
+        assert!(
+            answer.is_complete && answer.body.len() == 1 << 20,
+            "{framing}"
+        );
+        let again = client.ask(get("/v1/models", "")).await;
+        assert_eq!(again.status, 200, "the connection stays usable");
+        fleet.is_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_request_id_in_flight_gets_a_suffix_for_the_engine() {
+    let gate = Arc::new(Semaphore::new(0));
+    let waits = Arc::clone(&gate);
+    let steps = move |_| vec![Step::Await(Arc::clone(&waits)), answer_json("200 OK", "{}")];
+    let engine = Engine::start(steps).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let named = chat("").replacen("host: ", "x-request-id: r1\r\nhost: ", 1);
+    let (mut first, mut second) = (fleet.client().await, fleet.client().await);
+    first.send(&named).await;
+    eventually("the first is there", || engine.requests().len() == 1).await;
+    second.send(&named).await;
+    eventually("the second is there", || engine.requests().len() == 2).await;
+    gate.add_permits(2);
+    for client in [&mut first, &mut second] {
+        assert_eq!(client.answer().await.header("x-request-id"), Some("r1"));
+    }
+    fleet.is_idle().await;
+    gate.add_permits(1);
+    assert_eq!(first.ask(&named).await.status, 200);
+    let seen = engine.requests();
+    let is_plain = |request: &String| request.contains("x-request-id: r1\r\n");
+    let are_plain: Vec<bool> = seen.iter().map(is_plain).collect();
+    assert_eq!(are_plain, [true, false, true]);
+    assert!(seen[1].contains("x-request-id: r1-"), "{}", seen[1]);
+}
+
+#[tokio::test]
 async fn browsers_are_served_from_allowed_origins() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\naccess-control-allow-origin: https://engine\r\naccess-control-allow-credentials: true\r\ncontent-length: 2\r\n\r\n{}";
     let engine = Engine::always(vec![Step::Send(head.as_bytes().to_vec())]).await;
@@ -425,6 +525,12 @@ async fn a_request_without_a_model_uses_the_only_one() {
     assert_eq!(answer.status, 200, "{}", answer.body);
     let seen = engine.requests().remove(0);
     assert!(!seen.contains("\"model\""), "{seen}");
+    let null = post(
+        "/v1/chat/completions",
+        "",
+        r#"{"model":null,"messages":[]}"#,
+    );
+    assert_eq!(fleet.client().await.ask(null).await.status, 200);
     fleet.apply(spec("e2", &engine, &["other"]));
     let answer = fleet.client().await.ask(&request).await;
     answer.refuses(400, "invalid_request");

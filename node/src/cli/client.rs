@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
+use api::files::text::read_text;
 use api::net::tls::{CertificateFiles, CertificateSource as _, ClientFiles, NamedFile};
 use http::header::ETAG;
 use http::{HeaderValue, Method, StatusCode, Uri};
@@ -162,7 +163,7 @@ impl AdminTarget {
             return Ok(None);
         };
         let shown = || format!("token file {}", file.display());
-        let token = std::fs::read_to_string(file).with_context(shown)?;
+        let token = read_text(file).with_context(shown)?;
         let value = HeaderValue::try_from(format!("Bearer {}", token.trim()));
         // The original error does not help, so it is dropped.
         let mut value = value.map_err(|_| anyhow!("{}: holds no token", shown()))?;

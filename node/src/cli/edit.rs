@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use api::files::text::read_text;
 use lab::terminal;
 use serde_json::Value;
 
@@ -38,7 +39,7 @@ impl WriteArgs {
 /// Reads text from a file, or from stdin if it is `-`.
 pub(super) fn text(path: &Path) -> anyhow::Result<String> {
     if path.as_os_str() != "-" {
-        return std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()));
+        return read_text(path).with_context(|| format!("read {}", path.display()));
     }
     let mut text = String::new();
     let read = std::io::stdin().read_to_string(&mut text);

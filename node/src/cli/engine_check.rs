@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use api::base::printable::escaped;
 use api::engines::backends::EngineUrl;
 use api::engines::kv_transport::endpoint::KvEndpoint;
+use api::files::text::read_text;
 use api::prompt::{Tokenizer, TokenizerSpec};
 use http::HeaderValue;
 use lab::terminal::{self, FittedTable, column};
@@ -64,7 +65,7 @@ pub(super) async fn run(args: EngineCheckArgs) -> anyhow::Result<ExitCode> {
     };
     let authorization = match &args.api_key_file {
         Some(file) => {
-            let key = std::fs::read_to_string(file);
+            let key = read_text(file);
             let key = key.with_context(|| format!("read {}", file.display()))?;
             let mut value = HeaderValue::from_str(&format!("Bearer {}", key.trim()))
                 .with_context(|| format!("{} is no key", file.display()))?;

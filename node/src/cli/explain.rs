@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use api::files::text::read_text;
 use http::Method;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
@@ -126,7 +127,7 @@ fn read_body(path: Option<&std::path::Path>) -> anyhow::Result<String> {
             .context("read stdin")?;
         return Ok(body);
     };
-    std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))
+    read_text(path).with_context(|| format!("read {}", path.display()))
 }
 
 pub(super) fn prompt_line(answer: &Value) -> String {

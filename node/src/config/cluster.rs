@@ -8,6 +8,7 @@ use super::form::show_duration;
 use super::identity::IdSource;
 use super::read::Settings;
 use super::{Formation, identity};
+use api::files::text::without_mark;
 
 /// Reads the cluster's secret, if one is configured. Rejects a file that all users can access,
 /// because anyone who can read it can act as a replica.
@@ -31,7 +32,7 @@ fn read_secret(file: &Path) -> Result<raft::Secret, String> {
         return Err(format!("everybody may use it (mode {mode:03o})"));
     }
     let content = std::fs::read(file).map_err(|error| error.to_string())?;
-    raft::Secret::new(&content)
+    raft::Secret::new(without_mark(&content))
 }
 
 /// Checks the keys about timeouts and formation, and returns how the replica finds its cluster. The

@@ -8,6 +8,7 @@ use api::engines::backends::{
     EngineAddressRules, EngineHeaders, EngineKeys, EnginePlace, EngineUrl, ProbeSettings,
 };
 use api::engines::kv_transport::endpoint;
+use api::files::text::read_text;
 use api::prompt::ModelSettings;
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Rejection};
@@ -69,7 +70,7 @@ fn key(path: &str, file: Option<&Path>, found: &mut Settings) -> Option<HeaderVa
 }
 
 fn headers(path: &str, file: &Path, found: &mut Settings) -> Option<EngineHeaders> {
-    let text = std::fs::read_to_string(file);
+    let text = read_text(file);
     let text = text.map_err(|error| format!("read {file:?}: {error}"));
     let read = text.and_then(|text| {
         let headers = EngineHeaders::read(&text);
@@ -142,7 +143,7 @@ pub(super) fn secret_files(file: &ConfigFile) -> Vec<PathBuf> {
 
 /// Returns the header with the key in `file`.
 fn authorization(file: &Path) -> Result<HeaderValue, String> {
-    let key = std::fs::read_to_string(file).map_err(|error| format!("read {file:?}: {error}"))?;
+    let key = read_text(file).map_err(|error| format!("read {file:?}: {error}"))?;
     let key = key.trim();
     let is_key = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
     let value = HeaderValue::from_str(&format!("Bearer {key}"));
@@ -166,6 +167,13 @@ pub(super) fn backends(
         "id",
         backends.iter().map(|backend| &*backend.id),
     );
+    // The ranks of an engine share its URL.
+    let place = |backend: &BackendConfig| match state::engine_of(&backend.id) == backend.id {
+        true => backend.url.clone(),
+        false => backend.id.clone(),
+    };
+    let places: Vec<String> = backends.iter().map(place).collect();
+    found.unique("backends", "url", places.iter().map(String::as_str));
     if backends.len() > BACKENDS_MAX {
         let message = format!("{} backends", backends.len());
         let expected = format!("at most {BACKENDS_MAX}");

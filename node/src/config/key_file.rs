@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use api::files::text::read_text;
 use api::proxy::KeyEntry;
 use api::users::api_keys::is_of_cluster;
 
@@ -14,7 +15,7 @@ use api::users::api_keys::is_of_cluster;
 /// (one user would be charged for another), or contains a key of the cluster, which this file
 /// cannot accept.
 pub(crate) fn read(path: &Path) -> Result<Vec<KeyEntry>, String> {
-    let text = std::fs::read_to_string(path);
+    let text = read_text(path);
     let text = text.map_err(|error| format!("read {path:?}: {error}"))?;
     let lines = (1..).zip(text.lines().map(str::trim));
     let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));

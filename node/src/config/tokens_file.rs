@@ -4,6 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use admin::{TokenEntry, read_tokens};
+use api::files::text::read_text;
 
 /// Reads the tokens, one per line, as `name:role:sha256-hex`.
 ///
@@ -17,6 +18,6 @@ pub(crate) fn read(path: &Path) -> Result<Vec<TokenEntry>, String> {
         let mode = mode & 0o777;
         return Err(format!("{path:?}: anybody may write it (mode {mode:03o})"));
     }
-    let text = std::fs::read_to_string(path).map_err(told)?;
+    let text = read_text(path).map_err(told)?;
     read_tokens(&text).map_err(|why| format!("{path:?}: {why}"))
 }

@@ -339,7 +339,7 @@ pub(super) fn read_version(body: &[u8]) -> Option<String> {
 
 impl EngineModel {
     /// Whether the model is a LoRA adapter.
-    pub(super) fn is_adapter(&self) -> bool {
+    pub(crate) fn is_adapter(&self) -> bool {
         let parent = self.parent.as_ref();
         parent.is_some_and(|parent| *parent != self.id)
     }

@@ -1,9 +1,9 @@
 //! Location of an engine: `http://host[:port][/prefix]`, or the same with `https`.
 //!
-//! The registry and the config hold a URL in normalised form, with its port and without a trailing
-//! slash, so that equal locations have equal texts.
+//! The registry and the config hold a URL in normalised form, with its port, one spelling of its
+//! host and without a trailing slash, so that equal locations have equal texts.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 
 use http::uri::{Authority, PathAndQuery};
 use http::{HeaderValue, Uri};
@@ -120,7 +120,16 @@ fn address(authority: &str, default_port: u16) -> Option<String> {
         // The text after the host is not a port.
         None => return None,
     };
-    is_plain.then(|| format!("{}:{port}", parsed.host()))
+    is_plain.then(|| format!("{}:{port}", host(parsed.host())))
+}
+
+/// Returns the one spelling of a host: names in lower case, IPv6 addresses in their short form.
+fn host(text: &str) -> String {
+    let bare = text.trim_start_matches('[').trim_end_matches(']');
+    match bare.parse::<Ipv6Addr>() {
+        Ok(ip) => format!("[{ip}]"),
+        Err(_) => text.to_ascii_lowercase(),
+    }
 }
 
 /// Whether the prefix is empty, or consists of segments that all servers interpret alike.
@@ -145,6 +154,8 @@ mod tests {
             ("HTTP://gpu1/", "http://gpu1:80"),
             ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
             ("http://[::1]/v", "http://[::1]:80/v"),
+            ("http://[0:0::0:1]", "http://[::1]:80"),
+            ("http://GPU1.Example:8000", "http://gpu1.example:8000"),
             ("http://a:1/team-a/m.1/", "http://a:1/team-a/m.1"),
             ("https://gpu1", "https://gpu1:443"),
             ("HTTPS://gpu1:80/x", "https://gpu1:80/x"),

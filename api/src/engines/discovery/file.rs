@@ -18,6 +18,7 @@ use super::source_status::{DiscoveryBoard, SourceReading};
 use crate::engines::backends::{EngineDialer, EnginePlace, EngineUrl};
 use crate::engines::kv_transport::endpoint;
 use crate::files::file_stamp::{FileStamp, look_regularly};
+use crate::files::text::read_text;
 
 /// Maximum length of a list, in bytes.
 const FILE_BYTES_MAX: u64 = 8 << 20;
@@ -72,7 +73,7 @@ fn read(
             "{shown} has {length} bytes, expected {FILE_BYTES_MAX} at most"
         ));
     }
-    let text = std::fs::read_to_string(path);
+    let text = read_text(path);
     let text = text.map_err(|error| format!("read {shown}: {error}"))?;
     let is_json = path.extension().is_some_and(|it| it == "json");
     let list = entries(&text, is_json).map_err(|why| format!("{shown}: {why}"))?;

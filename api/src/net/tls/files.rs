@@ -15,6 +15,7 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use super::error::TlsSetupError;
 use super::provider;
+use crate::files::text::without_mark;
 
 /// Maximum length of a file, in bytes. A bundle of all public authorities is a quarter of it.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -85,7 +86,7 @@ impl NamedFile {
             Ok(read) if read as u64 > FILE_BYTES_MAX => {
                 Err(self.error("longer than 1 MiB", expected))
             }
-            Ok(_) => Ok(bytes),
+            Ok(_) => Ok(without_mark(&bytes).to_vec()),
         }
     }
 

@@ -16,6 +16,7 @@ use serde_json::{Map, Value};
 
 use super::TokenizerLoadError;
 use super::template::ChatTemplate;
+use crate::files::text::without_mark;
 
 /// Maximum size of a tokenizer or template file, in bytes.
 const FILE_BYTES_MAX: u64 = 256 * 1024 * 1024;
@@ -174,7 +175,8 @@ fn read(file: &Path) -> Result<Vec<u8>, TokenizerLoadError> {
         let what = format!("is longer than {FILE_BYTES_MAX} bytes");
         return Err(TokenizerLoadError::new(file, &what));
     }
-    fs::read(file).map_err(|error| TokenizerLoadError::new(file, &error))
+    let bytes = fs::read(file).map_err(|error| TokenizerLoadError::new(file, &error))?;
+    Ok(without_mark(&bytes).to_vec())
 }
 
 fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, TokenizerLoadError> {

@@ -550,7 +550,7 @@ pub(in crate::proxy) fn hop<'a>(
         trace: None,
         peer: &proxied.peer,
         version: proxied.head.version,
-        request_id: &proxied.request_id,
+        request_id: &proxied.engine_request_id,
         forward_credentials: proxy.settings.api_keys.is_none(),
         engine_key,
         strip: &proxy.settings.strip_headers,

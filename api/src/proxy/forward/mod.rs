@@ -42,7 +42,8 @@ use super::response::durable_charge::WithheldEnd;
 use super::response::first_byte::is_framed;
 use super::response::read_ahead::ReadAheadBounds;
 use super::response::response_body::{
-    BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
+    BodyKind, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
+    SharedResponseBody,
 };
 use super::response::sse::SseStream;
 use crate::admission::{AdmissionRejection, DecisionTimes};
@@ -67,6 +68,26 @@ pub(super) enum ForwardResult {
     /// A whole response: a backend's refusal, after which no other backend could be tried, or one
     /// of the router itself.
     Held(Response<Bytes>),
+}
+
+impl ForwardResult {
+    /// Returns the response to `HEAD`: that to `GET` without its body.
+    pub(super) fn without_body(self) -> Self {
+        let head_of = |mut head: response::Parts, length: Option<u64>| {
+            if let (false, Some(length)) = (head.headers.contains_key(CONTENT_LENGTH), length) {
+                head.headers
+                    .insert(CONTENT_LENGTH, HeaderValue::from(length));
+            }
+            Self::Held(Response::from_parts(head, Bytes::new()))
+        };
+        match self {
+            Self::Relayed(response) => head_of(response.into_parts().0, None),
+            Self::Held(response) => {
+                let (head, body) = response.into_parts();
+                head_of(head, Some(body.len() as u64))
+            }
+        }
+    }
 }
 
 pub(super) async fn forward(
@@ -119,6 +140,18 @@ pub(super) async fn forward(
     }
 }
 
+/// Returns the slots of the backends that cannot run a request, whatever their state.
+pub(super) async fn excluded_at_first(
+    proxy: &Proxy,
+    proxied: &ProxiedRequest,
+) -> Result<Vec<Slot>, ProxyError> {
+    match proxied.parsed.previous_response {
+        None => Ok(Vec::new()),
+        // Boxed: large, and not needed by most requests.
+        Some(_) => Box::pin(without_previous_response(proxy, proxied)).await,
+    }
+}
+
 /// Returns the request as backends receive it, and which usage reports its client requested. Fails
 /// if the request has broken two backends.
 pub(super) fn prepare<'a>(
@@ -140,18 +173,6 @@ pub(super) fn prepare<'a>(
 /// Waits for a backend and records the result in the request's record and spans.
 pub(super) async fn admit(
     proxy: &Proxy,
-/// Returns the slots of the backends that cannot run a request, whatever their state.
-pub(super) async fn excluded_at_first(
-    proxy: &Proxy,
-    proxied: &ProxiedRequest,
-) -> Result<Vec<Slot>, ProxyError> {
-    match proxied.parsed.previous_response {
-        None => Ok(Vec::new()),
-        // Boxed: large, and not needed by most requests.
-        Some(_) => Box::pin(without_previous_response(proxy, proxied)).await,
-    }
-}
-
     proxied: &Arc<ProxiedRequest>,
     excluded: &[Slot],
 ) -> Result<(Decision, Attempt), ProxyError> {
@@ -438,6 +459,13 @@ pub(super) fn relay(
 /// Prepares the head of a backend's response for the client.
 pub(super) fn clean_head(head: &mut response::Parts, content: &BodyKind) {
     clean_answer(&mut head.headers);
+    if let BodyKind::Error { .. } = content {
+        let length = head.headers.get(CONTENT_LENGTH);
+        let length = length.and_then(|it| it.to_str().ok()?.parse().ok());
+        if length.is_some_and(|length: u64| length > ERROR_BYTES_MAX) {
+            head.headers.remove(CONTENT_LENGTH);
+        }
+    }
     if let BodyKind::Events { .. } = content {
         head.headers.remove(CONTENT_LENGTH);
         // Proxies in front of this replica must neither cache nor buffer the stream.

@@ -63,6 +63,8 @@ pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) body: Bytes,
     pub(in crate::proxy) read: ClientRequest,
     pub(in crate::proxy) request_id: HeaderValue,
+    /// Id that engines get: the request's, unless another one with the same id is in flight.
+    pub(in crate::proxy) engine_request_id: HeaderValue,
     /// Address of the client.
     pub(in crate::proxy) peer: HeaderValue,
     /// Endpoints that the asking gateway can use; `None` if this replica sends the request.

@@ -3,4 +3,5 @@
 
 pub(super) mod clients;
 pub(super) mod poison_requests;
+pub(super) mod request_ids;
 pub(super) mod retry_budget;

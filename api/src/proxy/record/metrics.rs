@@ -24,6 +24,7 @@ use crate::cluster::figures::TimeBuckets;
 use crate::engines::backends::pool::PoolCounters;
 use crate::error::ProxyError;
 use crate::proxy::limits::clients::{ConnectionRequestGuard, UserRequestGuard};
+use crate::proxy::limits::request_ids::RequestIdGuard;
 use crate::proxy::limits::retry_budget::BudgetGuard;
 use crate::traces::{EndedTrace, RequestTrace};
 
@@ -286,6 +287,8 @@ pub(in crate::proxy) struct RequestMetricsGuard {
     spending: Option<BudgetGuard>,
     /// Metrics of the model; `None` before the model is known.
     model: Option<Arc<ModelMeter>>,
+    /// Claim on the request's id; `None` if the client chose none, or one in flight.
+    request_id: Option<RequestIdGuard>,
 }
 
 /// Stage of a request, which determines the gauge that counts it.
@@ -322,6 +325,7 @@ impl RequestMetricsGuard {
             counted: None,
             spending: None,
             model: None,
+            request_id: None,
         }
     }
 
@@ -345,6 +349,11 @@ impl RequestMetricsGuard {
     /// Counts the request in the metrics of its model.
     pub(in crate::proxy) fn is_for(&mut self, model: Arc<ModelMeter>) {
         self.model = Some(model);
+    }
+
+    /// Keeps the claim on the request's id until the request has ended.
+    pub(in crate::proxy) fn claims(&mut self, request_id: Option<RequestIdGuard>) {
+        self.request_id = request_id;
     }
 
     /// Sets the record that receives the outcome; `None` if no record is kept.

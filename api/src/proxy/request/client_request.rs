@@ -23,6 +23,7 @@ use super::request_body::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::user_models::check_user_model;
 use crate::error::ProxyError;
+use crate::files::text::without_mark;
 use crate::prompt::{
     ParsedBody, ParsedRequest, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form,
 };
@@ -149,8 +150,8 @@ fn needs_no_compute(path: &str) -> bool {
             | "/v1/tokenize"
             | "/v1/detokenize"
             | "/v1/messages/count_tokens"
-            | "/v1/chat/completions/render"
             | "/v1/responses/input_tokens"
+            | "/v1/chat/completions/render"
             | "/v1/completions/render"
     )
 }
@@ -334,6 +335,8 @@ impl RequestReader {
             self.settings.fields.check_form(&form.names)?;
             return Ok(self.reader.of_form(form).map_err(ReadError::Bad)?);
         }
+        // Engines' readers of JSON differ in whether they accept a byte order mark.
+        *body = body.slice_ref(without_mark(body));
         let mut request = self.reader.parse(path, body).await?;
         if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
             *body = stripped;

@@ -178,7 +178,7 @@ pub(in crate::proxy) fn clean_answer(headers: &mut HeaderMap) {
 }
 
 /// Returns the client's request id if it is safe to forward and log.
-pub(super) fn client_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
+pub(in crate::proxy) fn client_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
     let is_fit = |id: &&HeaderValue| {
         (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
             && id.as_bytes().iter().all(u8::is_ascii_graphic)

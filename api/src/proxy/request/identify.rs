@@ -59,8 +59,9 @@ impl UserSource {
     }
 }
 
-/// Returns the client's key, if any, from `authorization: Bearer`, `x-api-key` or `api-key`.
-fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
+/// Returns the client's keys from `authorization: Bearer`, `x-api-key` and `api-key`, in this order.
+/// Some clients send a placeholder in one header and their key in another.
+fn api_keys(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     let bearer = headers
         .get(AUTHORIZATION)
         .map(http::HeaderValue::as_bytes)
@@ -71,31 +72,41 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
                 .then(|| key.trim_ascii())
         });
     let plain = |name: HeaderName| headers.get(name).map(|value| value.as_bytes().trim_ascii());
-    let key = bearer
-        .or_else(|| plain(API_KEY))
-        .or_else(|| plain(AZURE_KEY));
-    key.filter(|key| !key.is_empty())
+    let keys = [bearer, plain(API_KEY), plain(AZURE_KEY)];
+    keys.into_iter().flatten().filter(|key| !key.is_empty())
 }
 
-/// Returns the holder of the client's key. Rejects clients without a known key if keys are checked.
+/// Returns the holder of the first of the client's keys that is valid. Rejects clients without one if
+/// keys are checked.
 ///
 /// Only `of_cluster` validates keys that have the form of the cluster's keys. This replica's key
 /// file, if it has one, validates all others.
 pub(in crate::proxy) fn check_key(
     settings: &ProxySettings,
     headers: &HeaderMap,
-    of_cluster: impl FnOnce(&[u8]) -> Result<Holder, ProxyError>,
+    of_cluster: impl Fn(&[u8]) -> Result<Holder, ProxyError>,
 ) -> Result<Holder, ProxyError> {
-    let key = api_key(headers);
-    if let Some(key) = key.filter(|key| is_of_cluster(key)) {
-        return of_cluster(key);
+    let mut why = None;
+    for key in api_keys(headers) {
+        let holder = match (is_of_cluster(key), &settings.api_keys) {
+            (true, _) => of_cluster(key),
+            (false, Some(keys)) => keys.holder(key).ok_or(ProxyError::BadKey),
+            (false, None) => continue,
+        };
+        match holder {
+            Ok(holder) => return Ok(holder),
+            // An expired key tells more than an unknown one.
+            Err(failure) if why.as_ref().is_none_or(|why| *why == ProxyError::BadKey) => {
+                why = Some(failure);
+            }
+            Err(_) => {}
+        }
     }
-    match &settings.api_keys {
-        None if settings.keys.is_required => Err(ProxyError::BadKey),
-        None => Ok(Holder::Unchecked),
-        Some(keys) => key
-            .and_then(|key| keys.holder(key))
-            .ok_or(ProxyError::BadKey),
+    match (why, &settings.api_keys) {
+        (Some(why), _) => Err(why),
+        (None, Some(_)) => Err(ProxyError::BadKey),
+        (None, None) if settings.keys.is_required => Err(ProxyError::BadKey),
+        (None, None) => Ok(Holder::Unchecked),
     }
 }
 
@@ -147,7 +158,12 @@ pub(in crate::proxy) fn identify<'a>(
     let by_key = || match holder {
         Holder::Named(name) => Some(Cow::Borrowed(&**name)),
         Holder::Unnamed | Holder::Unchecked | Holder::Cluster(_) => {
-            api_key(headers).map(|key| key_user_name(&hashing(), key).into())
+            let is_valid = |key: &&[u8]| match &settings.api_keys {
+                Some(keys) => keys.holder(key).is_some(),
+                None => true,
+            };
+            let key = api_keys(headers).find(is_valid);
+            key.map(|key| key_user_name(&hashing(), key).into())
         }
     };
     for place in &settings.identify_by {
@@ -317,6 +333,29 @@ mod tests {
         assert_eq!(named(&settings, PROXY, &both), "head");
         settings.identify_by = vec![IdentifyBy::BodyUser];
         assert_eq!(named(&settings, STRANGER, &both), "ada");
+    }
+
+    #[test]
+    fn any_valid_key_of_several_counts() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let mut keys = ApiKeys::default();
+        keys.add("sk-1", None);
+        keys.add("sk-2", Some("ada".to_owned()));
+        settings.api_keys = Some(keys);
+        let (dummy, first) = (("authorization", "Bearer dummy"), ("x-api-key", "sk-1"));
+        let named = |fields: &[_]| named(&settings, STRANGER, fields);
+        let of_first = key_user_name(&7.into(), b"sk-1");
+        assert_eq!(named(&[dummy, first]), of_first);
+        assert_eq!(named(&[("api-key", "dummy"), first]), of_first);
+        assert_eq!(named(&[dummy, ("api-key", "sk-2")]), "ada");
+        assert_eq!(named(&[first, ("authorization", "Bearer sk-2")]), "ada");
+        let none = headers(&[dummy, ("x-api-key", "sk-3")]);
+        assert_eq!(check_key(&settings, &none, nobody), Err(ProxyError::BadKey));
+        settings.api_keys = None;
+        let secret = crate::users::api_keys::NewSecret::draw();
+        let expired = headers(&[dummy, ("x-api-key", secret.text())]);
+        let told = check_key(&settings, &expired, |_| Err(ProxyError::ExpiredKey));
+        assert_eq!(told, Err(ProxyError::ExpiredKey));
     }
 
     #[test]

@@ -21,7 +21,9 @@ impl Proxy {
         id: Option<&str>,
     ) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
-        if !self.readiness_gate.has_caught_up() && is_empty(&registry, &self.backends) {
+        let is_incomplete =
+            !self.readiness_gate.has_caught_up() || has_unlisted(&registry, &self.backends);
+        if is_incomplete && is_empty(&registry, &self.backends) {
             return Err(ProxyError::Starting);
         }
         let body = match id {
@@ -30,8 +32,14 @@ impl Proxy {
             }),
             Some(id) => {
                 holder.check_either_model(&self.view, id)?;
-                one(&registry, &self.backends, id).ok_or_else(|| ProxyError::UnknownModel {
-                    model: shown_model(id),
+                let found = one(&registry, &self.backends, id);
+                found.ok_or_else(|| match registry.names_model(id) {
+                    // Its engines are down.
+                    true => ProxyError::NoneHealthy,
+                    false if has_unlisted(&registry, &self.backends) => ProxyError::Starting,
+                    false => ProxyError::UnknownModel {
+                        model: shown_model(id),
+                    },
                 })?
             }
         };
@@ -108,6 +116,16 @@ fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, M
         }
     }
     models
+}
+
+/// Whether the models of some backend are not known yet, so that a list may be incomplete. A healthy
+/// backend whose engine has no list is no such backend.
+fn has_unlisted(registry: &Registry, backends: &Backends) -> bool {
+    let unnamed = registry.backends.iter().filter(|it| {
+        !it.draining && it.facts.models.is_none() && it.named_models().next().is_none()
+    });
+    let mut records = unnamed.filter_map(|it| backends.record(it.handle.slot));
+    records.any(|record| !record.is_healthy || record.listed.is_some())
 }
 
 /// Whether no serving backend has a model.

@@ -133,24 +133,29 @@ pub(in crate::proxy) enum Route<'a> {
     Engine,
 }
 
-/// Returns the route of a request. Fails if its path or method is not served.
+/// Returns the route of a request. Fails if its path or method is not served. `HEAD` is served
+/// wherever `GET` is (RFC 9110, 9.1).
 pub(in crate::proxy) fn route<'a>(
     settings: &ProxySettings,
     method: &Method,
     path: &'a str,
 ) -> Result<Route<'a>, ProxyError> {
     let (route, methods, allowed): (_, &[Method], _) = if path == "/v1/models" {
-        (Route::Models, &[Method::GET], "GET")
+        (Route::Models, &[Method::GET, Method::HEAD], "GET, HEAD")
     } else if let Some(id) = path.strip_prefix("/v1/models/") {
-        (Route::Model(model_id(id)), &[Method::GET], "GET")
+        (
+            Route::Model(model_id(id)),
+            &[Method::GET, Method::HEAD],
+            "GET, HEAD",
+        )
     } else if is_routed(settings, path) {
         (Route::Engine, &[Method::POST], "POST")
     } else if let Some((id, is_cancel)) = stored_response(path) {
         match is_cancel {
             true => (Route::Stored(id), &[Method::POST], "POST"),
             false => {
-                let methods = &[Method::GET, Method::DELETE];
-                (Route::Stored(id), methods, "GET, DELETE")
+                let methods = &[Method::GET, Method::HEAD, Method::DELETE];
+                (Route::Stored(id), methods, "GET, HEAD, DELETE")
             }
         }
     } else {
@@ -172,14 +177,14 @@ fn model_id(path: &str) -> Cow<'_, str> {
 /// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`; `None` for other paths. Also returns
 /// whether to cancel.
 fn stored_response(path: &str) -> Option<(&str, bool)> {
+    if NOT_STORED.contains(&path) {
+        return None;
+    }
     let rest = path.strip_prefix("/v1/responses/")?;
     let (id, is_cancel) = match rest.strip_suffix("/cancel") {
         Some(id) => (id, true),
         None => (rest, false),
     };
-    if NOT_STORED.contains(&path) {
-        return None;
-    }
     is_response_id(id).then_some((id, is_cancel))
 }
 
@@ -222,14 +227,14 @@ pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
     if let Some(kept) = KEPT_THINGS.iter().find(|known| kept == Some(**known)) {
         return ProxyError::KeepsNothing { kept };
     }
+    if let Some(path) = NOT_STORED.iter().find(|known| **known == path) {
+        return ProxyError::UnlistedPath { path };
+    }
     ProxyError::UnknownRoute {
         method: method.as_str().to_owned(),
         path: shown_path(path).to_owned(),
     }
 }
-    if let Some(path) = NOT_STORED.iter().find(|known| **known == path) {
-        return ProxyError::UnlistedPath { path };
-    }
 
 /// Returns a path as errors and the log show it, cut to [`SHOWN_PATH_BYTES_MAX`].
 pub(in crate::proxy) fn shown_path(path: &str) -> &str {
@@ -360,13 +365,13 @@ mod tests {
             (Method::GET, "/v1/responses/resp_1/cancel", 405),
             (Method::GET, "/v1/responses/a/b", 404),
             (Method::DELETE, "/v1/responses/metrics", 404),
+            (Method::POST, "/v1/responses/compact", 404),
+            (Method::GET, "/v1/responses/input_tokens", 404),
         ] {
             assert_eq!(status(&method, path), expected, "{method} {path}");
         }
     }
 
-            (Method::POST, "/v1/responses/compact", 404),
-            (Method::GET, "/v1/responses/input_tokens", 404),
     #[test]
     fn one_trailing_slash_is_removed() {
         let unslashed = |uri: &str| unslashed(&uri.parse().unwrap()).map(|it| it.to_string());
@@ -384,6 +389,9 @@ mod tests {
     fn the_model_list_is_read_only() {
         assert_eq!(status(&Method::GET, "/v1/models"), 1);
         assert_eq!(status(&Method::GET, "/v1/models/org/name"), 1);
+        assert_eq!(status(&Method::HEAD, "/v1/models"), 1);
+        assert_eq!(status(&Method::HEAD, "/v1/responses/resp_1"), 2);
+        assert_eq!(status(&Method::HEAD, "/v1/completions"), 405);
         assert_eq!(status(&Method::POST, "/v1/models"), 405);
         assert_eq!(model_id("org%2Fname"), "org/name");
         assert_eq!(model_id("org%2fname%"), "org/name%");

@@ -26,7 +26,7 @@ use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
 use crate::proxy::request::dialect::Dialect;
 use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
 
-/// Maximum length of an engine's error response that is relayed, in bytes.
+/// Maximum length of an engine's error response that is relayed, in bytes. A longer one ends there.
 pub(in crate::proxy) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Kind of a response body, with the state for reading it.
@@ -76,6 +76,11 @@ impl BodyKind {
             Self::Error { .. } => RequestOutcome::EngineError,
             Self::Events { .. } | Self::Document { .. } | Self::Opaque => RequestOutcome::Finished,
         }
+    }
+
+    /// Whether the rest of an error is left out, so that the body ends here.
+    fn is_cut(&self) -> bool {
+        matches!(self, Self::Error { bytes_left: 0 })
     }
 
     pub(in crate::proxy) fn error() -> Self {
@@ -296,8 +301,9 @@ impl ResponseBody {
             }
             BodyKind::Opaque => Some(data),
             BodyKind::Error { bytes_left } => {
-                let left = bytes_left.checked_sub(data.len() as u64);
-                *bytes_left = left.ok_or(ResponseBodyError::TooLong)?;
+                let mut data = data;
+                data.truncate(usize::try_from(*bytes_left).unwrap_or(usize::MAX));
+                *bytes_left -= data.len() as u64;
                 Some(data)
             }
         };
@@ -307,7 +313,7 @@ impl ResponseBody {
                 .answer_bytes
                 .inc_by(passed.len() as u64);
         }
-        let is_last = self.engine.is_end_stream();
+        let is_last = self.engine.is_end_stream() || self.content.is_cut();
         if !is_last {
             return Ok(match self.withheld.is_on() && self.content.is_done() {
                 true => self.withhold(passed),
@@ -514,8 +520,11 @@ impl Body for ResponseBody {
     fn size_hint(&self) -> SizeHint {
         match self.content {
             BodyKind::Events { .. } => SizeHint::default(),
-            BodyKind::Document { .. } | BodyKind::Opaque | BodyKind::Error { .. } => {
-                self.engine.size_hint()
+            BodyKind::Document { .. } | BodyKind::Opaque => self.engine.size_hint(),
+            BodyKind::Error { bytes_left } => {
+                let hint = self.engine.size_hint();
+                let is_cut = hint.upper().is_none_or(|upper| upper > bytes_left);
+                if is_cut { SizeHint::default() } else { hint }
             }
         }
     }

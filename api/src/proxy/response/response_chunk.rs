@@ -24,7 +24,4 @@ pub enum ResponseBodyError {
     /// The client read nothing for too long.
     #[error("the client does not read the response")]
     Untaken,
-    /// An error response exceeded its size limit.
-    #[error("the error response is too long")]
-    TooLong,
 }
