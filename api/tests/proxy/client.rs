@@ -92,6 +92,9 @@ impl Client {
     /// Reads one response, as much of it as arrives.
     pub(crate) async fn answer(&mut self) -> Answer {
         let mut answer = self.head().await;
+        if answer.status == 0 {
+            return answer;
+        }
         if answer.header("transfer-encoding") == Some("chunked") {
             self.read_chunks(&mut answer).await;
         } else {

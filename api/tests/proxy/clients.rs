@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use api::engines::backends::ProbeSettings;
+use api::engines::backends::{Health, ProbeSettings};
 use api::proxy::{AllowedOrigins, ProxySettings};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 
 use super::client::{Answer, chat, post};
 use super::engine::{Engine, Step, chunk, json as answer_json, last_chunk, stream_head};
-use super::fleet::{Fleet, PATIENT, eventually};
+use super::fleet::{Fleet, HEALTHY, PATIENT, eventually};
 
 fn get(path: &str, headers: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nhost: router\r\n{headers}\r\n")
@@ -50,6 +50,29 @@ async fn a_model_is_found_with_plain_or_encoded_slashes() {
         .await;
     answer.refuses(404, "model_not_found");
     assert!(answer.body.contains("`org/other`"), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn a_list_of_models_is_never_empty_because_engines_are_down() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let ask = async |path: &str| fleet.client().await.ask(get(path, "")).await;
+    let down = Health {
+        is_healthy: false,
+        ..HEALTHY
+    };
+    fleet.backends.assume(fleet.backend(0).slot, &down);
+    ask("/v1/models/m").await.refuses(503, "no_healthy_backend");
+    ask("/v1/models/other")
+        .await
+        .refuses(404, "model_not_found");
+    fleet.apply(spec("e0", &engine, &["*"]));
+    for path in ["/v1/models", "/v1/models/m"] {
+        ask(path).await.refuses(503, "replica_starting");
+    }
+    // An engine without a list serves any model.
+    fleet.backends.assume(fleet.backend(0).slot, &HEALTHY);
+    assert_eq!(body(&ask("/v1/models").await)["data"], json!([]));
 }
 
 /// Starts an engine that lists `m` like this.

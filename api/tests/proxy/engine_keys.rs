@@ -103,7 +103,7 @@ async fn an_engine_that_refuses_the_routers_key_is_at_fault() {
     let (rotated, well) = (locked("Bearer new").await, locked("Bearer old").await);
     let keys = || keys_of(&[(&rotated, "Bearer old"), (&well, "Bearer old")]);
     let fleet = Fleet::start_keyed(&[&rotated, &well], keys(), PATIENT, |_| {}).await;
-    for _ in 0..12 {
+    for _ in 0..24 {
         let answer = fleet.client().await.ask(keyed()).await;
         assert_eq!(
             (answer.status, answer.header("x-quorate-backend")),
@@ -114,7 +114,7 @@ async fn an_engine_that_refuses_the_routers_key_is_at_fault() {
     let circuit = fleet.backends.circuit(fleet.backend(0), Instant::now());
     assert!(circuit.is_open, "{circuit:?}");
     let asked = rotated.requests().len();
-    assert!((1..12).contains(&asked), "{asked}");
+    assert!((1..24).contains(&asked), "{asked}");
 
     let fleet = Fleet::start_keyed(&[&rotated], keys(), PATIENT, |_| {}).await;
     let answer = fleet.client().await.ask(keyed()).await;

@@ -116,7 +116,11 @@ async fn a_model_that_its_engine_lost_is_served_by_another() {
     let answer = fleet.client().await.ask(chat("")).await;
     assert_eq!((answer.status, &*answer.body), (404, lost));
     fleet.is_idle().await;
-    assert_eq!(fleet.charged().await.started, 0);
+    let charged = fleet.charged().await;
+    assert_eq!(
+        charged.input_uncached + charged.input_cached + charged.output,
+        0
+    );
 
     // Nothing says that another engine would know more.
     let unknown = Engine::always(vec![json("404 Not Found", r#"{"detail":"Not Found"}"#)]).await;

@@ -74,6 +74,8 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             read(&file)
         };
+        let marked = read_of("\u{feff}sk-1 ada\n").unwrap();
+        assert_eq!(marked, [("sk-1".to_owned(), Some("ada".to_owned()))]);
         let once = read_of("# team\nsk-1 ada\n\nsk-2\n").unwrap();
         assert_eq!(once[0], ("sk-1".to_owned(), Some("ada".to_owned())));
         assert_eq!(once[1], ("sk-2".to_owned(), None));

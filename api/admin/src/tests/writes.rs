@@ -52,6 +52,24 @@ async fn a_backend_has_the_latest_role() {
     assert_eq!(put(r#"{"url":"http://a:1"}"#).await["role"], "both");
 }
 
+#[tokio::test]
+async fn an_engine_has_one_backend_however_its_url_is_spelled() {
+    let bench = Bench::new();
+    let put = async |id: &str, url: &str| {
+        let path = format!("/admin/v1/backends/{id}");
+        let body = format!(r#"{{"url":"{url}"}}"#);
+        bench.call("PUT", &path, &body).await
+    };
+    assert_eq!(put("gpu", "http://GPU-1:80/").await.status, StatusCode::OK);
+    assert_eq!(put("gpu", "http://gpu-1").await.status, StatusCode::OK);
+    let refused = put("other", "HTTP://gpu-1").await;
+    assert_eq!(refused.status, 400, "{}", refused.body);
+    assert_eq!(refused.json()["field"], "url");
+    assert!(refused.body.contains("gpu"), "{}", refused.body);
+    // The ranks of an engine share its URL.
+    assert_eq!(put("gpu@1", "http://gpu-1").await.status, StatusCode::OK);
+}
+
 const BACKEND: &str = "/admin/v1/backends/a";
 const MEMBERS: &str = "/admin/v1/cluster/members";
 const USER: &str = "/admin/v1/users/u";

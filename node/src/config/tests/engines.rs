@@ -1,13 +1,15 @@
 //! Tests of engines' keys, headers and addresses.
 
 use api::engines::backends::{EngineHeaders, EngineKeys};
+use expect_test::expect;
 
 use super::*;
 
 #[test]
 fn engine_keys_are_read_and_not_printed() {
     let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), "s3cret\n").unwrap();
+    // As some editors write it.
+    std::fs::write(file.path(), "\u{feff}s3cret\n").unwrap();
     let text = format!(
         "node.id = 1\n[probes]\napi_key_file = {0:?}\n\
          [[backends]]\nid = \"a\"\nurl = \"http://a:1/\"\n\
@@ -21,6 +23,22 @@ fn engine_keys_are_read_and_not_printed() {
     expected.add("b", "http://b:1", key);
     assert_eq!(loaded.config.engine_keys, expected);
     assert!(!format!("{:?} {}", loaded.config, print(&loaded)).contains("s3cret"));
+}
+
+#[test]
+fn an_engine_has_one_backend_however_its_url_is_spelled() {
+    let text = |second: &str| {
+        format!(
+            "node.id = 1\n[[backends]]\nid = \"a\"\nurl = \"http://GPU-1/\"\n\
+             [[backends]]\nid = \"b\"\nurl = \"{second}\"\n"
+        )
+    };
+    let shown = brief(&layers(&text("HTTP://gpu-1:80"), &[], &[]).unwrap_err());
+    expect![[r#"
+        7:7: backends[1].url is "http://gpu-1:80", as is backends[0].url (expected each url once)
+    "#]]
+    .assert_eq(&shown);
+    assert!(layers(&text("https://gpu-1"), &[], &[]).is_ok());
 }
 
 #[test]

@@ -362,6 +362,7 @@ api_keys_file = "/nonexistent/keys"
             17:8: models[1].name is "m", as is models[0].name (expected each name once)
             19:6: backends[0].id is out of bounds (expected 1 to 256 characters of [A-Za-z0-9._-])
             21:1: backends[1].id is not set (expected non-empty text)
+            22:7: backends[1].url is "http://a:1", as is backends[0].url (expected each url once)
             24:17: users.api_keys_file: read "/nonexistent/keys": No such file or directory (os error 2) (expected a file with one key a line)
         "#]],
     );
