@@ -23,6 +23,7 @@ mod exposure;
 mod faults;
 mod fleet;
 mod forwarding;
+mod habits;
 mod leaving;
 mod limits;
 mod panic;

@@ -510,31 +510,6 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_refuses_the_credentials_is_unhealthy_until_it_takes_them() {
-        let board = HealthTable::new(1);
-        let occupancy = Some(board.register(S, "a"));
-        board.update(S, occupancy, ProbeRecord::passed);
-        let why = || Some("status 401".to_owned());
-        let locked = board.update(S, occupancy, |record| record.locked_out(why()));
-        assert_eq!(locked, Some(false));
-        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), None);
-        assert_eq!(board.health(S).unwrap().detail, why());
-        for _ in 0..FAILURES_MAX {
-            board.update(S, occupancy, |r| {
-                r.probe_failed(Fault::Unwell, "slow".into());
-            });
-        }
-        assert!(!board.flags(S).unwrap().is_doubtful);
-        board.update(S, occupancy, |record| record.locked_out(None));
-        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), Some(true));
-        assert_eq!(
-            board.record(S).unwrap().list_doubts_total,
-            1,
-            "it had failed"
-        );
-    }
-
-    #[test]
     fn a_probe_of_a_replaced_backend_changes_nothing() {
         let board = HealthTable::new(1);
         let first = board.register(S, "a");

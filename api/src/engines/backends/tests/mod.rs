@@ -19,7 +19,9 @@ use tokio::task::AbortHandle;
 
 use super::*;
 
-const PAGE: &str = include_str!("samples/vllm.txt");
+mod takeover;
+
+const PAGE: &str = include_str!("../samples/vllm.txt");
 const MODELS: &str = r#"{"object":"list","data":[{"id":"m","owned_by":"vllm"}]}"#;
 /// Timeout of every wait. Nothing here takes long, and a hanging test must fail.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -310,120 +312,6 @@ async fn the_liveness_path_is_detected() {
             _ => assert_eq!(engine.asked("/ready"), 1, "found out once"),
         }
     }
-}
-
-/// Starts an engine whose models are behind a key while the switch is on.
-async fn locked() -> (Engine, Arc<AtomicBool>) {
-    let is_locked = Arc::new(AtomicBool::new(true));
-    let switch = Arc::clone(&is_locked);
-    let engine = Engine::start(move |path| match path {
-        "/v1/models" if switch.load(Ordering::SeqCst) => (
-            StatusCode::UNAUTHORIZED,
-            r#"{"error":"Unauthorized"}"#.to_owned(),
-        ),
-        path => vllm(path),
-    });
-    (engine.await, is_locked)
-}
-
-#[tokio::test]
-async fn an_engine_that_refuses_the_key_is_unhealthy_and_says_what_to_set() {
-    let (engine, is_locked) = locked().await;
-    let bench = Bench::new(quick(), engine.addr);
-    let is_told = |backends: &Backends| {
-        let record = backends.record(Slot(0)).unwrap_or_default();
-        let detail = record.detail.unwrap_or_default();
-        let is_told = detail.starts_with("/v1/models: status 401; set api_key_file");
-        // A passed liveness probe changes nothing.
-        !record.is_healthy && is_told && record.probes_total > 2
-    };
-    bench.until("the reason", is_told).await;
-    assert!(!bench.backends.health_flags(Slot(0)).unwrap().is_doubtful);
-    is_locked.store(false, Ordering::SeqCst);
-    bench.until_healthy(true).await;
-    assert_eq!(bench.backends.health(Slot(0)).unwrap().detail, None);
-    is_locked.store(true, Ordering::SeqCst);
-    bench.backends.doubt_list(Slot(0));
-    bench.until_healthy(false).await;
-}
-
-#[tokio::test]
-async fn a_backend_is_healthy_once_its_models_were_asked_for() {
-    let gate = Arc::new(AtomicBool::new(false));
-    let listed = Arc::clone(&gate);
-    let engine = Engine::start(move |path| {
-        if path == "/v1/models" {
-            listed.store(true, Ordering::SeqCst);
-        }
-        vllm(path)
-    })
-    .await;
-    let bench = Bench::new(quick(), engine.addr);
-    bench.until_healthy(true).await;
-    assert!(gate.load(Ordering::SeqCst));
-}
-
-#[tokio::test]
-async fn another_process_is_asked_for_its_models_at_once() {
-    let runs = Arc::new(AtomicUsize::new(0));
-    let run = Arc::clone(&runs);
-    let engine = Engine::start(move |path| match (path, run.load(Ordering::SeqCst)) {
-        ("/v1/models", 1..) => (StatusCode::OK, MODELS.replace("\"m\"", "\"other\"")),
-        ("/metrics", 1) => (
-            StatusCode::OK,
-            PAGE.replace(
-                "process_start_time_seconds 1.7",
-                "process_start_time_seconds 1.8",
-            ),
-        ),
-        _ => vllm(path),
-    })
-    .await;
-    let hourly = ProbeSettings {
-        models_interval: Duration::from_secs(3600),
-        ..quick()
-    };
-    for is_told in [true, false] {
-        runs.store(0, Ordering::SeqCst);
-        let bench = Bench::new(hourly.clone(), engine.addr);
-        let lists = |model: &'static str| {
-            move |backends: &Backends| backends.listed(Slot(0), model).is_some()
-        };
-        bench.until("the first list", lists("m")).await;
-        bench.until_healthy(true).await;
-        // The second process tells its start, or a request finds that the model is gone.
-        runs.store(if is_told { 1 } else { 2 }, Ordering::SeqCst);
-        if !is_told {
-            bench.backends.doubt_list(Slot(0));
-        }
-        bench.until("the second list", lists("other")).await;
-    }
-}
-
-#[tokio::test]
-async fn a_base_url_of_clients_is_pointed_out() {
-    let engine = Engine::start(|path| match path {
-        "/health" | "/v1/models" => vllm(path),
-        _ => (StatusCode::NOT_FOUND, String::new()),
-    })
-    .await;
-    let mut bench = Bench::new(quick(), engine.addr);
-    bench.cluster.apply(Command::PutBackend(BackendSpec {
-        id: "gpu-1".to_owned(),
-        url: format!("http://{}/v1", engine.addr),
-        models: vec!["*".to_owned()],
-        labels: BTreeMap::new(),
-        capacity_blocks: None,
-        kv_events: None,
-        kv_replay: None,
-        role: BackendRole::Both,
-    }));
-    bench
-        .until("the hint", |backends| {
-            let detail = backends.health(Slot(0)).and_then(|it| it.detail.clone());
-            detail.is_some_and(|it| it.ends_with("leave /v1 out of the backend's URL"))
-        })
-        .await;
 }
 
 #[tokio::test]
