@@ -167,13 +167,11 @@ pub(super) fn backends(
         "id",
         backends.iter().map(|backend| &*backend.id),
     );
-    // The ranks of an engine share its URL.
-    let place = |backend: &BackendConfig| match state::engine_of(&backend.id) == backend.id {
-        true => backend.url.clone(),
-        false => backend.id.clone(),
-    };
-    let places: Vec<String> = backends.iter().map(place).collect();
-    found.unique("backends", "url", places.iter().map(String::as_str));
+    found.unique(
+        "backends",
+        "url",
+        backends.iter().map(|backend| &*backend.url),
+    );
     if backends.len() > BACKENDS_MAX {
         let message = format!("{} backends", backends.len());
         let expected = format!("at most {BACKENDS_MAX}");

@@ -66,8 +66,6 @@ async fn an_engine_has_one_backend_however_its_url_is_spelled() {
     assert_eq!(refused.status, 400, "{}", refused.body);
     assert_eq!(refused.json()["field"], "url");
     assert!(refused.body.contains("gpu"), "{}", refused.body);
-    // The ranks of an engine share its URL.
-    assert_eq!(put("gpu@1", "http://gpu-1").await.status, StatusCode::OK);
 }
 
 const BACKEND: &str = "/admin/v1/backends/a";
