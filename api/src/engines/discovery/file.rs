@@ -4,7 +4,7 @@
 //! the keys of `[[backends]]` in a config. A file that cannot be read as a list changes nothing.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Deserialize;
@@ -61,7 +61,7 @@ pub(super) async fn follow(
 }
 
 fn read(
-    path: &PathBuf,
+    path: &Path,
     template: &EngineTemplate,
     dialer: &EngineDialer,
 ) -> Result<SourceReading, String> {

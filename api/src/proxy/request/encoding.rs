@@ -59,7 +59,7 @@ fn unsupported(headers: &HeaderMap) -> ProxyError {
 
 /// Decoder of a compressed body.
 pub(super) enum BodyDecoder {
-    Gzip(GzipBody),
+    Gzip(Box<GzipBody>),
     Zstd(Box<ZstdBody>),
 }
 
@@ -68,7 +68,7 @@ impl BodyDecoder {
     pub(super) fn of(encoding: BodyEncoding, bytes_max: u64) -> Option<Self> {
         match encoding {
             BodyEncoding::Identity => None,
-            BodyEncoding::Gzip => Some(Self::Gzip(GzipBody::new(bytes_max))),
+            BodyEncoding::Gzip => Some(Self::Gzip(Box::new(GzipBody::new(bytes_max)))),
             BodyEncoding::Zstd => Some(Self::Zstd(Box::new(ZstdBody::new(bytes_max)))),
         }
     }
