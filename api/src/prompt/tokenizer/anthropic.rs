@@ -7,7 +7,7 @@
 use serde_json::{Map, Value, json};
 
 use super::super::attribution::{is_attribution, without_attribution};
-use super::chat::{UnclearBodyError, array, message};
+use super::parts::{UnclearBodyError, array, message};
 
 /// Takes `system` and `messages` from a body, and returns them as messages.
 pub(super) fn messages(body: &mut Map<String, Value>) -> Result<Vec<Value>, UnclearBodyError> {

@@ -16,6 +16,7 @@ mod developer;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod huggingface;
+mod parts;
 mod python;
 mod remote;
 mod sampled_checks;
@@ -34,8 +35,9 @@ use std::sync::Arc;
 use tiktoken_rs::CoreBPE;
 
 use self::cache::TokenCache;
-use self::chat::{Chat, TokenizerInput, UnclearBodyError};
+use self::chat::{Chat, TokenizerInput};
 use self::huggingface::{HuggingFace, TextPiece};
+use self::parts::UnclearBodyError;
 use self::template::ReplyRendering;
 use super::SpecialTokenCount;
 

@@ -21,6 +21,7 @@ use tokio::time::Instant;
 use super::CACHE_BYTES_MAX;
 use super::cache::{TextKey, TokenCache};
 use super::chat::{self, TokenizerInput};
+use super::parts::UnclearBodyError;
 use super::sampled_checks::SampledChecks;
 use super::{Fallback, TOKENIZED_BYTES_MAX};
 
@@ -101,7 +102,7 @@ pub(crate) fn tokenize_request(
     model: &str,
     body: &[u8],
 ) -> Result<TokenizeRequest, Fallback> {
-    let wanted = chat::read(path, body).map_err(|chat::UnclearBodyError| Fallback::Unclear)?;
+    let wanted = chat::read(path, body).map_err(|UnclearBodyError| Fallback::Unclear)?;
     let asked = match wanted {
         TokenizerInput::Nothing => return Ok(TokenizeRequest::Nothing),
         TokenizerInput::Ids(ids) => return Ok(TokenizeRequest::Ids(ids)),

@@ -39,7 +39,7 @@ async fn an_engine_that_refuses_the_key_is_unhealthy_and_says_what_to_set() {
 }
 
 #[tokio::test]
-async fn a_backend_is_healthy_once_its_models_were_asked_for() {
+async fn a_backend_is_healthy_once_its_models_are_listed() {
     let gate = Arc::new(AtomicBool::new(false));
     let listed = Arc::clone(&gate);
     let engine = Engine::start(move |path| {
@@ -55,7 +55,7 @@ async fn a_backend_is_healthy_once_its_models_were_asked_for() {
 }
 
 #[tokio::test]
-async fn another_process_is_asked_for_its_models_at_once() {
+async fn another_process_lists_its_models_at_once() {
     let runs = Arc::new(AtomicUsize::new(0));
     let run = Arc::clone(&runs);
     let engine = Engine::start(move |path| match (path, run.load(Ordering::SeqCst)) {
