@@ -5,87 +5,18 @@
 //! the fullest rank counts. For a single rank, only its own samples and those of the whole engine
 //! are read. Figures that an engine does not export are `None`.
 
-use std::fmt;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
+use super::activity::{ActivitySeries, EngineActivity};
 use super::adapters::{LoraAdapters, LoraSeries};
+pub use super::engine_kind::EngineKind;
 use super::prometheus_text::{self, MetricsPageError, Sample};
 
 /// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
-
-/// Server software that runs a backend's model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum EngineKind {
-    /// vLLM.
-    Vllm,
-    /// SGLang.
-    Sglang,
-    /// llama.cpp.
-    #[serde(rename = "llama.cpp")]
-    LlamaCpp,
-    /// A frontend of Dynamo, together with the workers behind it.
-    Dynamo,
-}
-
-impl EngineKind {
-    /// Returns the engine called `name`, as the owner of its models or the prefix of its metrics;
-    /// `None` if no engine is.
-    #[must_use]
-    pub fn named(name: &str) -> Option<Self> {
-        match name {
-            "vllm" => Some(Self::Vllm),
-            "sglang" => Some(Self::Sglang),
-            "llamacpp" => Some(Self::LlamaCpp),
-            _ => None,
-        }
-    }
-
-    /// Returns the metric label with a sample's data-parallel rank; `None` if the engine has none.
-    fn rank_label(self) -> Option<&'static str> {
-        match self {
-            Self::Vllm => Some("engine"),
-            Self::Sglang => Some("dp_rank"),
-            Self::LlamaCpp | Self::Dynamo => None,
-        }
-    }
-
-    /// Returns the engine that exports `metric`, according to the prefix of its name; `None` if
-    /// unknown.
-    fn of(metric: &str) -> Option<Self> {
-        match metric.split_once(':') {
-            Some((name, _)) => Self::named(name),
-            None => metric
-                .starts_with("dynamo_frontend_")
-                .then_some(Self::Dynamo),
-        }
-    }
-
-    /// Whether the engine separates cached blocks by `cache_salt` in all supported versions.
-    #[must_use]
-    pub fn knows_salts(self) -> bool {
-        match self {
-            Self::Vllm => true,
-            Self::Sglang | Self::LlamaCpp | Self::Dynamo => false,
-        }
-    }
-}
-
-impl fmt::Display for EngineKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Vllm => "vllm",
-            Self::Sglang => "sglang",
-            Self::LlamaCpp => "llama.cpp",
-            Self::Dynamo => "dynamo",
-        })
-    }
-}
 
 /// Figures of an engine's metrics page; `null` if the page does not have them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, JsonSchema)]
@@ -119,6 +50,12 @@ pub struct EngineMetrics {
     pub adapters: Option<LoraAdapters>,
     /// Number of data-parallel ranks of the whole engine, if it reports every rank from 0 on.
     pub ranks: Option<u16>,
+    /// Whether the engine has given up its memory until it is woken up.
+    #[serde(skip)]
+    pub is_asleep: Option<bool>,
+    /// Figures that change while the engine computes; `None` without a count of its tokens.
+    #[serde(skip)]
+    pub(super) activity: Option<EngineActivity>,
 }
 
 /// Set of the data-parallel ranks that a page reports, one bit per rank.
@@ -158,15 +95,20 @@ impl EngineMetrics {
     pub fn read(page: &[u8], rank: Option<u16>) -> Result<Self, MetricsPageError> {
         let (mut metrics, mut adapters) = (Self::default(), LoraSeries::default());
         let mut ranks = RankSet::default();
+        let mut activity = ActivitySeries::default();
         prometheus_text::read(page, |sample| {
             ranks.add(&sample);
             let is_other = rank.is_some() && rank_of(&sample).is_some_and(|it| Some(it) != rank);
             match sample.name {
                 _ if is_other => {}
                 LoraSeries::NAME => adapters.add(&sample),
-                _ => metrics.add(&sample),
+                name => {
+                    metrics.add(&sample);
+                    activity.add(name, sample.value);
+                }
             }
         })?;
+        metrics.activity = activity.activity();
         metrics.adapters = adapters.adapters();
         metrics.ranks = ranks.count();
         Ok(metrics)
@@ -209,6 +151,11 @@ impl EngineMetrics {
             "sglang:cache_config_info" => {
                 let label = sample.labels.get("page_size");
                 self.add_page_size(label.and_then(|label| label.parse().ok()));
+            }
+            "vllm:engine_sleep_state"
+                if sample.labels.get("sleep_state").as_deref() == Some("awake") =>
+            {
+                self.is_asleep = Some(value == 0.0 || self.is_asleep == Some(true));
             }
             "process_start_time_seconds" => self.started_at_s = whole(value),
             _ => {}
@@ -402,6 +349,14 @@ pub(super) fn read_models(body: &[u8]) -> Result<Vec<EngineModel>, ModelListErro
 mod tests {
     use super::*;
 
+    /// Returns the figures of a page, without their digest.
+    fn figures(page: &[u8]) -> EngineMetrics {
+        EngineMetrics {
+            activity: None,
+            ..EngineMetrics::read(page, None).unwrap()
+        }
+    }
+
     #[test]
     fn a_vllm_metrics_page_is_parsed() {
         let page = include_bytes!("samples/vllm.txt");
@@ -418,8 +373,10 @@ mod tests {
             started_at_s: Some(1_763_630_102),
             adapters: None,
             ranks: Some(1),
+            is_asleep: Some(false),
+            activity: None,
         };
-        assert_eq!(EngineMetrics::read(page, None), Ok(expected));
+        assert_eq!(figures(page), expected);
     }
 
     #[test]
@@ -434,7 +391,7 @@ mod tests {
             prompt_tokens: Some(812_844),
             ..EngineMetrics::default()
         };
-        assert_eq!(EngineMetrics::read(page, None), Ok(expected));
+        assert_eq!(figures(page), expected);
     }
 
     #[test]
@@ -447,7 +404,7 @@ mod tests {
             prompt_tokens: Some(62),
             ..EngineMetrics::default()
         };
-        assert_eq!(EngineMetrics::read(page, None), Ok(expected));
+        assert_eq!(figures(page), expected);
         let busy = b"dynamo_frontend_inflight_requests{model=\"a\"} 2\n\
             dynamo_frontend_inflight_requests{model=\"b\"} 3\n";
         let busy = EngineMetrics::read(busy, None).unwrap();

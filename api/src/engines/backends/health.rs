@@ -11,6 +11,7 @@ use serde::Serialize;
 use state::command::EngineFacts;
 use state::ids::Slot;
 
+use super::activity::Standstill;
 use super::adapters::EngineAdapters;
 use super::engine::{EngineKind, EngineMetrics, EngineModel};
 use super::modes::DisaggregationFacts;
@@ -118,6 +119,9 @@ pub struct ProbeRecord {
     pub detail: Option<String>,
     /// How the last probe failed; `None` if it passed or there was none.
     pub fault: Option<Fault>,
+    /// Why the engine does no work although it answers probes; `None` if it works, as far as known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub standstill: Option<Standstill>,
     /// Number of consecutive failed probes and reported failures.
     pub failures_in_row: u32,
     /// Number of failed probes and reported failures since this replica has known the backend.
@@ -181,14 +185,14 @@ impl ProbeRecord {
     }
 
     /// Records a passed probe. One success makes the backend healthy, unless the engine refuses
-    /// this replica's credentials.
+    /// this replica's credentials or does no work.
     pub(crate) fn passed(&mut self) {
         self.probes_total += 1;
         self.list_doubts_total += u64::from(self.failures_in_row > 0);
-        self.fault = None;
-        self.failures_in_row = 0;
-        self.is_healthy = self.locked_out.is_none();
-        self.detail.clone_from(&self.locked_out);
+        (self.fault, self.failures_in_row) = (None, 0);
+        let standstill = || self.standstill.map(|why| why.to_string());
+        self.detail = self.locked_out.clone().or_else(standstill);
+        self.is_healthy = self.detail.is_none();
     }
 
     /// Records whether the engine refuses this replica's credentials, and why it is thought so. It
@@ -199,6 +203,13 @@ impl ProbeRecord {
             self.detail.clone_from(&why);
         }
         self.locked_out = why;
+    }
+
+    /// Records why the engine does no work. Without a reason, the next probe makes it healthy.
+    pub(crate) fn stands_still(&mut self, standstill: Option<Standstill>) {
+        self.standstill = standstill;
+        self.is_healthy &= standstill.is_none();
+        self.detail = standstill.map_or(self.detail.take(), |why| Some(why.to_string()));
     }
 
     /// Records a failed probe.
@@ -293,7 +304,7 @@ impl ProbeRecord {
         HealthFlags {
             is_healthy: self.is_healthy,
             is_doubtful: !self.is_healthy
-                && self.fault == Some(Fault::Unwell)
+                && (self.fault == Some(Fault::Unwell) || self.standstill == Some(Standstill::Hung))
                 && self.locked_out.is_none(),
             has_adapters: self.adapters.is_some(),
             knows_salts: self.kind.is_some_and(EngineKind::knows_salts),

@@ -7,8 +7,10 @@
 //! time) are reported to the cluster when they differ from the replicated registry.
 //!
 //! A backend starts unhealthy and is probed at once. One success makes it healthy, two consecutive
-//! failures make it unhealthy. The data plane reads health without waiting.
+//! failures make it unhealthy, as does an engine that answers but does no work. The data plane reads
+//! health without waiting.
 
+mod activity;
 mod adapters;
 mod addresses;
 mod answer_counts;
@@ -18,6 +20,7 @@ mod circuit;
 mod client;
 mod dialer;
 mod engine;
+mod engine_kind;
 mod facts;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -26,12 +29,14 @@ mod informational;
 mod keys;
 mod local_failure;
 mod modes;
+mod output_times;
 mod panic;
 pub mod pool;
 mod probe;
 pub mod prometheus_text;
 mod segments;
 mod slot_table;
+mod standstill;
 mod url;
 
 #[cfg(test)]
@@ -56,6 +61,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub use activity::Standstill;
 pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
 pub use addresses::{
     AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules, EnginePlace,
@@ -79,6 +85,7 @@ use answer_counts::{AnswerCount, AnswerCounts};
 use cache_reports::CacheReports;
 use circuit::CircuitBreakers;
 use health::HealthTable;
+use output_times::OutputTimes;
 
 use crate::base::clock::Clock;
 use crate::cluster::events::{ClusterEvent, EventBus};
@@ -94,6 +101,7 @@ pub struct Backends {
     events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
     circuits: Arc<CircuitBreakers>,
+    output_times: OutputTimes,
     cache_reports: CacheReports,
     answers: AnswerCounts,
     queueing_threshold_lora: u32,
@@ -135,6 +143,11 @@ pub struct ProbeSettings {
     #[serde(skip)]
     #[default(Duration::from_secs(10))]
     pub models_interval: Duration,
+    /// Time for which the figures of an engine with running requests stand still until it counts as
+    /// hung. A step of a live engine takes far less.
+    #[serde(skip)]
+    #[default(Duration::from_secs(15))]
+    pub hung_after: Duration,
     /// Interval at which the registry is checked for new and removed backends. For this long, a
     /// backend in a reused slot can be mistaken for the previous one.
     #[serde(skip)]
@@ -182,6 +195,7 @@ impl Backends {
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
             circuits: Arc::new(CircuitBreakers::new(CircuitSettings::default())),
+            output_times: OutputTimes::new(BACKENDS_MAX),
             cache_reports: CacheReports::default(),
             answers: AnswerCounts::new(BACKENDS_MAX),
             queueing_threshold_lora: QUEUEING_THRESHOLD_LORA,
@@ -446,7 +460,28 @@ impl Backends {
     /// Records a request that failed before its response began, or got a server error. `user` may
     /// be at fault; `None` if the request was not sent.
     pub fn report_no_answer(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) {
-        if self.circuits.failed(backend, user, now) {
+        self.opened_if(self.circuits.failed(backend, user, now), backend, now);
+    }
+
+    /// Records that a response to `user` that had begun ended with an error of the engine. It then
+    /// counts as a failure and no longer as a success.
+    pub fn report_late_failure(&self, backend: BackendRef, user: UserKey, now: Instant) {
+        self.opened_if(self.circuits.failed_late(backend, user, now), backend, now);
+    }
+
+    /// Records that output of the engine in `slot` arrived, for any request.
+    pub(crate) fn note_output(&self, slot: Slot, now: Instant) {
+        self.output_times.note(slot, now);
+    }
+
+    /// Whether the engine in `slot` has had no output since `since`, and another one has.
+    pub(crate) fn is_outdone(&self, slot: Slot, since: Instant) -> bool {
+        self.output_times.is_outdone(slot, since)
+    }
+
+    /// Announces the circuit of `backend` if it has just opened.
+    fn opened_if(&self, has_opened: bool, backend: BackendRef, now: Instant) {
+        if has_opened {
             let id = self.name_of(backend);
             let openings = self.circuit(backend, now).openings_in_row;
             tracing::warn!(backend = id, openings, "circuit opened");

@@ -8,6 +8,7 @@
 //!
 //! `hyper-util`'s client also pools connections, but drives them in tasks of their own.
 
+use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::{Pin, pin};
@@ -39,6 +40,8 @@ use crate::net::tls::MaybeTls;
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of header fields in a response.
 const HEADERS_MAX: usize = 128;
+/// Maximum number of frames skipped at the end of a response that nobody reads.
+const SKIPPED_FRAMES_MAX: usize = 16;
 
 /// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -361,7 +364,7 @@ impl EngineEndpoint {
                 incoming,
                 link: Some(link),
                 endpoint,
-                first: None,
+                ahead: VecDeque::new(),
             };
             body.settle();
             body
@@ -447,8 +450,8 @@ pub struct EngineBody {
     /// Connection that delivers the body; `None` after the end.
     link: Option<Box<PooledConnection>>,
     endpoint: Arc<EngineEndpoint>,
-    /// First data of the body, if awaited and not taken yet.
-    first: Option<Bytes>,
+    /// Data that was awaited and not taken yet.
+    ahead: VecDeque<Bytes>,
 }
 
 impl EngineBody {
@@ -466,7 +469,7 @@ impl EngineBody {
 impl EngineBody {
     /// Returns the first data of the body, if it was awaited and not taken yet.
     pub fn first(&self) -> Option<&[u8]> {
-        self.first.as_deref()
+        self.ahead.front().map(|data| &**data)
     }
 
     /// Waits for the first data, which later polls return, or for the end of the body.
@@ -474,14 +477,38 @@ impl EngineBody {
     /// # Errors
     /// Returns a [`SendError`] if the connection breaks first.
     pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendError>> {
-        while self.first.is_none() {
-            let Some(frame) = ready!(self.poll_engine(cx)) else {
-                break;
-            };
-            // Trailers concern this connection only.
-            self.first = frame?.into_data().ok();
+        if self.ahead.is_empty() {
+            ready!(self.poll_ahead(cx))?;
         }
         Poll::Ready(Ok(()))
+    }
+
+    /// Waits for further data and returns it; later polls return it too. `None` at the end of the
+    /// body.
+    ///
+    /// # Errors
+    /// Returns a [`SendError`] if the connection breaks first.
+    pub fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, SendError>> {
+        loop {
+            let Some(frame) = ready!(self.poll_engine(cx)) else {
+                return Poll::Ready(Ok(None));
+            };
+            // Trailers concern this connection only.
+            if let Ok(data) = frame?.into_data() {
+                self.ahead.push_back(data.clone());
+                return Poll::Ready(Ok(Some(data)));
+            }
+        }
+    }
+
+    /// Skips what has arrived. If that is all of the body, its connection returns to the pool.
+    pub(crate) fn skip_arrived(&mut self) {
+        let mut cx = Context::from_waker(Waker::noop());
+        for _ in 0..SKIPPED_FRAMES_MAX {
+            if !matches!(self.poll_engine(&mut cx), Poll::Ready(Some(Ok(_)))) {
+                break;
+            }
+        }
     }
 
     fn poll_engine(
@@ -526,24 +553,25 @@ impl Body for EngineBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, SendError>>> {
-        match self.first.take() {
-            Some(first) => Poll::Ready(Some(Ok(Frame::data(first)))),
+        match self.ahead.pop_front() {
+            Some(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
             None => self.poll_engine(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.link.is_none() && self.first.is_none()
+        self.link.is_none() && self.ahead.is_empty()
     }
 
     fn size_hint(&self) -> SizeHint {
         let mut hint = self.incoming.size_hint();
-        if let Some(first) = self.first.as_ref().map(|data| data.len() as u64) {
+        let ahead: u64 = self.ahead.iter().map(|data| data.len() as u64).sum();
+        if ahead > 0 {
             let (lower, upper) = (hint.lower(), hint.upper());
             hint = SizeHint::new();
-            hint.set_lower(lower + first);
+            hint.set_lower(lower + ahead);
             if let Some(upper) = upper {
-                hint.set_upper(upper + first);
+                hint.set_upper(upper + ahead);
             }
         }
         hint

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::activity::Standstill;
 use super::client::{ProbeClient, ProbeError, ProbeResponse};
 use super::engine::{self, EngineKind, EngineMetrics};
 use super::facts::{EngineReading, FactsMemory, ProbeRound};
@@ -22,6 +23,7 @@ use super::health::Fault;
 use super::keys::EngineHeaders;
 use super::modes::DisaggregationFacts;
 use super::slot_table::{Occupancy, SlotTable, backend_at};
+use super::standstill::StandstillWatch;
 use super::{Backends, Hooks, ProbeSettings, prometheus_text};
 
 /// Health paths, in the order in which they are tried. The first supported one is kept.
@@ -176,11 +178,14 @@ impl Probe {
         let mut models_due = Instant::now();
         let mut process = ProcessSigns::default();
         let mut is_described = false;
+        let mut standstill = StandstillWatch::default();
         loop {
             let settings = self.settings();
             self.ready(&mut client, &settings);
             let rank = self.rank();
             let metrics = self.scrape(&mut client, rank).await;
+            self.judge_work(&mut standstill, &mut client, &metrics)
+                .await;
             let mut saw = EngineReading {
                 models: None,
                 cache_tokens: metrics.cache_tokens,
@@ -195,6 +200,7 @@ impl Probe {
                 // Another process may run at the address by now.
                 models_due = Instant::now();
                 is_described = false;
+                standstill.forget();
             }
             if models_due <= Instant::now() {
                 saw.models = self.list_models(&mut client).await;
@@ -242,6 +248,33 @@ impl Probe {
     fn is_healthy(&self) -> bool {
         let flags = self.backends.board.flags(self.stay.slot());
         flags.is_some_and(|flags| flags.is_healthy)
+    }
+
+    /// Records whether the engine does any work.
+    async fn judge_work(
+        &self,
+        watch: &mut StandstillWatch,
+        client: &mut ProbeClient,
+        metrics: &EngineMetrics,
+    ) {
+        let (slot, limit) = (self.stay.slot(), self.settings().hung_after);
+        let kind = self.backends.record(slot).and_then(|record| record.kind);
+        let is_asleep = watch.is_asleep(client, kind, metrics).await;
+        let now = Instant::now();
+        let silence = self.backends.output_times.silence(slot, now);
+        let is_hung = watch.is_hung(metrics, silence, limit, now);
+        let standstill = match (is_asleep, is_hung) {
+            (true, _) => Some(Standstill::Asleep),
+            (false, true) => Some(Standstill::Hung),
+            (false, false) => None,
+        };
+        let before = self
+            .backends
+            .record(slot)
+            .and_then(|record| record.standstill);
+        if standstill != before {
+            self.stay.update(|record| record.stands_still(standstill));
+        }
     }
 
     /// Returns the data-parallel rank that this backend stands for, if its engine has several.

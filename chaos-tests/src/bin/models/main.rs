@@ -15,12 +15,16 @@
 
 mod sync;
 
+#[path = "../../../../api/src/engines/backends/activity.rs"]
+mod activity;
 #[path = "../../../../api/src/engines/backends/adapters.rs"]
 mod adapters;
 #[path = "../../../../api/src/engines/backends/circuit/mod.rs"]
 mod circuit;
 #[path = "../../../../api/src/engines/backends/engine.rs"]
 mod engine;
+#[path = "../../../../api/src/engines/backends/engine_kind.rs"]
+mod engine_kind;
 #[path = "../../../../api/src/engines/backends/health.rs"]
 mod health;
 #[path = "../../../../api/src/routing/load/mod.rs"]

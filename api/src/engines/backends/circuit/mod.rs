@@ -3,7 +3,8 @@
 //!
 //! A probe checks whether an engine is reachable, but only requests show that its work fails. The
 //! circuit opens when enough of a backend's last attempts failed, in number and in share: no
-//! connection, broken off or timed out before the first byte, or a 5xx. After a pause it is
+//! connection, broken off, timed out or left by a client before any output, a 5xx, or an error
+//! within a response (`dispatch/attempt/report.rs` judges clients that leave). After a pause it is
 //! half-open and admits requests one at a time. A successful one closes the circuit; a failed one
 //! reopens it for twice as long, up to a bound. Only a share of a model's backends is skipped at a
 //! time.
@@ -37,9 +38,10 @@ const RECENT_MAX: usize = 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CircuitSettings {
-    /// Number of failures among the last 20 attempts (no connection, broken or timed out before the
-    /// first byte, or a 5xx) that opens a backend's circuit if at least half of them failed; 0
-    /// disables it. Failures of a single user do not count while others are answered. Open circuits
+    /// Number of failures among the last 20 attempts (no connection, broken or timed out before any
+    /// output, a 5xx, an error within the response, or a client that left a silent backend after a
+    /// long wait) that opens a backend's circuit if at least half of them failed; 0 disables it.
+    /// Failures of a single user do not count while others are answered. Open circuits
     /// exclude at most half of a model's backends at a time, at least one, never all.
     pub failures: u32,
     /// How long an open circuit rejects requests before a single trial request is allowed. Doubles
@@ -293,6 +295,22 @@ impl CircuitBreakers {
     /// Records a failed attempt and returns whether it opened or reopened the circuit. `user` is
     /// `None` if the request cannot be at fault.
     pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
+        self.fail(backend, user, false, now)
+    }
+
+    /// Records that an attempt for `user`, recorded as successful when its response began, has failed
+    /// after all. Returns whether it opened the circuit.
+    pub(super) fn failed_late(&self, backend: BackendRef, user: UserKey, now: Instant) -> bool {
+        self.fail(backend, Some(user), true, now)
+    }
+
+    fn fail(
+        &self,
+        backend: BackendRef,
+        user: Option<UserKey>,
+        has_passed: bool,
+        now: Instant,
+    ) -> bool {
         let settings = &self.settings;
         let Some(cell) = self.cell(backend) else {
             return false;
@@ -306,6 +324,9 @@ impl CircuitBreakers {
         }
         if settings.failures == 0 {
             return false;
+        }
+        if has_passed {
+            circuit.withdraw(user);
         }
         circuit.note(user, true);
         let is_first = circuit.openings == 0 && circuit.is_bad(settings);
@@ -406,6 +427,14 @@ impl CircuitBreaker {
             self.recent.remove(out);
         }
         self.recent.push_back(AttemptRecord { user, is_failure });
+    }
+
+    /// Removes the last success of `user`, if it is remembered.
+    fn withdraw(&mut self, user: Option<UserKey>) {
+        let is_theirs = |it: &AttemptRecord| it.user == user && !it.is_failure;
+        if let Some(at) = self.recent.iter().rposition(is_theirs) {
+            self.recent.remove(at);
+        }
     }
 
     fn failures(&self) -> u32 {
