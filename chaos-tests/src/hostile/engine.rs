@@ -200,6 +200,13 @@ async fn closed(from: &mut ReadHalf<'_>, read: &mut Vec<u8>) {
     while from.read_buf(read).await.is_ok_and(|bytes| bytes > 0) {}
 }
 
+/// A refusal within a stream, as SGLang sends it when its queue is full.
+const REFUSAL: &str =
+    "data: {\"error\":{\"message\":\"the queue is full\",\"code\":503}}\n\ndata: [DONE]\n\n";
+/// Pause between two comments that keep a connection alive, and their number: a minute in all.
+const COMMENT_INTERVAL: Duration = Duration::from_millis(100);
+const COMMENTS: usize = 600;
+
 /// Responds with the given behaviour, if it is one. Returns whether the connection stays open.
 async fn misbehave(behaviour: &str, socket: &mut TcpStream) -> io::Result<Option<bool>> {
     match behaviour {
@@ -229,6 +236,20 @@ async fn misbehave(behaviour: &str, socket: &mut TcpStream) -> io::Result<Option
         "redirect" => {
             socket.write_all(REDIRECT.as_bytes()).await?;
             return Ok(Some(true));
+        }
+        "refusing" => {
+            socket.write_all(EVENTS.as_bytes()).await?;
+            socket.write_all(&chunk(REFUSAL.as_bytes())).await?;
+            socket.write_all(b"0\r\n\r\n").await?;
+            return Ok(Some(true));
+        }
+        "comments" => {
+            socket.write_all(EVENTS.as_bytes()).await?;
+            let mut ticks = tokio::time::interval(COMMENT_INTERVAL);
+            for _ in 0..COMMENTS {
+                ticks.tick().await;
+                socket.write_all(&chunk(b": keep-alive\n\n")).await?;
+            }
         }
         "fat" => {
             socket.write_all(EVENTS.as_bytes()).await?;

@@ -22,6 +22,8 @@ const CASES: &[HostileCase] = &[
     ("absurd", false, &[200], "usage"),
     ("redirect", false, &[502], "backend_redirects"),
     ("early", false, &[200, 502], ""),
+    ("refusing", true, &[503], "queue is full"),
+    ("comments", true, &[200], "backend_timeout"),
 ];
 
 /// Sends a request for each hostile behaviour to every replica. Afterwards the user must still be
