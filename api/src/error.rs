@@ -240,9 +240,9 @@ pub enum ProxyError {
     /// The request has an unsupported `expect` header.
     #[error("unsupported `expect` header; only `100-continue` is supported")]
     BadExpectation,
-    /// The request broke the connections of two backends within a minute.
+    /// The request broke two connections to backends within a minute, without an answer in between.
     #[error(
-        "this request broke the connections of two backends within a minute and is refused for a minute"
+        "this request broke two connections to backends within a minute and is refused for a minute"
     )]
     BreaksBackends,
     /// The queue of this model is full.

@@ -119,8 +119,8 @@ struct ReportView {
     usage: Option<UsageView>,
     /// Charged tokens: those reported, or an estimate if none were.
     charged: ChargedView,
-    /// Time from the dispatch to the first byte of the response's body, in milliseconds; `null`:
-    /// none arrived.
+    /// Time from the dispatch to the first output of a stream, in milliseconds; `null`: there was
+    /// none, or the response was no stream.
     ttft_ms: Option<f64>,
     /// Time from the dispatch to the end, in milliseconds.
     duration_ms: f64,
@@ -339,7 +339,7 @@ impl ReportView {
                 input_cached,
                 output,
             },
-            ttft_ms: report.first_byte.map(ms),
+            ttft_ms: report.first_token.map(ms),
             duration_ms: ms(report.duration),
         }
     }

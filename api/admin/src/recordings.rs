@@ -493,7 +493,7 @@ fn attempt(attempt: &DecidedAttempt) -> RecordedAttempt {
                 prompt_tokens: report.usage.map(|usage| usage.prompt_tokens),
                 cached_tokens: report.usage.and_then(|usage| usage.cached_tokens),
                 output_tokens: report.usage.map_or(output, |usage| usage.completion_tokens),
-                ttft_ms: report.first_byte.map(super::decisions::ms),
+                ttft_ms: report.first_token.map(super::decisions::ms),
                 duration_ms: super::decisions::ms(report.duration),
             }
         }),

@@ -86,8 +86,7 @@ struct FiguresDetail {
     digest_mismatches: u64,
     requests_per_s: f64,
     failed_per_s: f64,
-    /// Median time to the first byte of a response, in milliseconds; `null` if there were no
-    /// requests.
+    /// Median time to the first output of a stream, in milliseconds; `null` if there were none.
     ttft_p50_ms: Option<f64>,
     ttft_p99_ms: Option<f64>,
     /// Median time that routing added to a request, without its time in the queue, in milliseconds.

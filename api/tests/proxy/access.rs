@@ -172,17 +172,22 @@ async fn a_failure_is_logged_as_a_warning_with_cause_and_attempts() {
 #[tokio::test]
 async fn a_broken_answer_is_logged_as_a_warning_despite_status_200() {
     let lines = Lines::kept();
-    let engine = Engine::always(vec![stream_head(), chunk(&delta("hi", 1)), Step::Close]).await;
-    let fleet = fleet(&[&engine], LoggedRequests::Errors).await;
-    let mut client = fleet.client().await;
-    client
-        .ask(named("access-broken", r#","stream":true"#))
-        .await;
-    let line = lines.line("access-broken").await;
-    assert_eq!(line["level"], "WARN", "{line}");
-    assert_eq!(line["status"], 200, "{line}");
-    assert_eq!(line["outcome"], "broken-off", "{line}");
-    assert!(line["cause"].is_string(), "{line}");
+    let error = chunk("data: {\"error\":{\"message\":\"no more\",\"code\":500}}\n\n");
+    for (id, last, outcome) in [
+        ("access-broken", Step::Close, "broken-off"),
+        ("access-spoiled", error, "engine-error"),
+    ] {
+        let steps = vec![stream_head(), chunk(&delta("hi", 1)), last, last_chunk()];
+        let engine = Engine::always(steps).await;
+        let fleet = fleet(&[&engine], LoggedRequests::Errors).await;
+        let mut client = fleet.client().await;
+        client.ask(named(id, r#","stream":true"#)).await;
+        let line = lines.line(id).await;
+        assert_eq!(line["level"], "WARN", "{line}");
+        assert_eq!(line["status"], 200, "{line}");
+        assert_eq!(line["outcome"], outcome, "{line}");
+        assert!(line["cause"].is_string(), "{line}");
+    }
 }
 
 #[tokio::test]

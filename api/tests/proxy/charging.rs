@@ -171,6 +171,98 @@ async fn usage_before_a_long_tail_is_charged() {
     assert_eq!((charge.input_uncached, charge.output), (20_000, 4_000));
 }
 
+#[tokio::test]
+async fn usage_in_an_event_of_any_length_is_charged() {
+    let head = "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"output\":[{\"text\":\"";
+    let tail = "\"}],\"usage\":{\"input_tokens\":5000,\"output_tokens\":777}}}\n\n";
+    let body = r#"{"model":"m","stream":true,"input":"hello"}"#;
+    for bytes in [1_000, 300_000, 2_000_000] {
+        let event = format!("{head}{}{tail}", "x".repeat(bytes));
+        let mut steps = vec![stream_head()];
+        steps.extend(event.as_bytes().chunks(16 * 1024).map(|piece| {
+            let piece = std::str::from_utf8(piece).unwrap();
+            chunk(piece)
+        }));
+        // The client has everything, although the engine does not end.
+        steps.push(Step::Hang);
+        let engine = Engine::always(steps).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let mut client = fleet.client().await;
+        client.send(post("/v1/responses", "", body)).await;
+        client.read_until("777}}}\n\n").await;
+        drop(client);
+        fleet.is_idle().await;
+        assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1, "{bytes}");
+        let charge = fleet.charged().await;
+        assert_eq!(
+            (charge.input_uncached, charge.output),
+            (5000, 777),
+            "{bytes}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn unrequested_usage_is_removed_from_events_of_any_length() {
+    let long = "x".repeat(600_000);
+    let sent = format!(
+        "data: {{\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{long}\"}}}}],\"usage\":{{\"prompt_tokens\":7,\"completion_tokens\":9}},\"id\":\"c\"}}\n\n"
+    );
+    let usage = ",\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":9}";
+    let engine = Engine::always(vec![stream_head(), chunk(&sent), chunk(DONE), last_chunk()]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet.client().await.ask(chat(STREAM)).await;
+    assert!(answer.body == format!("{}{DONE}", sent.replace(usage, "")));
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!((charge.input_uncached, charge.output), (7, 9));
+}
+
+#[tokio::test]
+async fn only_what_the_routers_usage_request_caused_is_removed() {
+    let usage = ",\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}";
+    let alone = "data: {\"id\":\"c\",\"choices\":[]";
+    for (further, is_kept) in [
+        ("", false),
+        (",\"timings\":null", false),
+        (",\"timings\":{\"predicted_n\":2}", true),
+    ] {
+        let last = format!("{alone}{usage}{further}}}\n\n");
+        let steps = vec![
+            stream_head(),
+            chunk(&delta("a", 1)),
+            chunk(&last),
+            chunk(DONE),
+            last_chunk(),
+        ];
+        let engine = Engine::always(steps).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat(STREAM)).await;
+        let expected = match is_kept {
+            true => format!("{alone}{further}}}\n\n{DONE}"),
+            false => DONE.to_owned(),
+        };
+        assert!(
+            answer.body.ends_with(&format!("}}\n\n{expected}")),
+            "{}",
+            answer.body
+        );
+        assert!(!answer.body.contains("usage"));
+        let asked = fleet
+            .client()
+            .await
+            .ask(chat(
+                ",\"stream\":true,\"stream_options\":{\"include_usage\":true}",
+            ))
+            .await;
+        assert!(
+            asked.body.ends_with(&format!("{last}{DONE}")),
+            "it was asked for"
+        );
+        fleet.is_idle().await;
+    }
+}
+
 /// Returns the charge of a client that leaves before it has received anything, when the engine has
 /// had time for the whole response.
 async fn left_unseen(fields: &str, steps: Vec<Step>) -> Charge {

@@ -88,9 +88,10 @@ async fn an_unframed_document_must_be_complete_json() {
 
 #[tokio::test]
 async fn a_document_broken_by_the_engine_never_looks_complete() {
+    let long = "x".repeat(1000);
     for head in [
-        "content-length: 100\r\n\r\n{\"a\":",
-        "transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n",
+        format!("content-length: 2000\r\n\r\n{{\"a\":\"{long}"),
+        format!("transfer-encoding: chunked\r\n\r\n3ea\r\n\"{long}\"\r\n"),
     ] {
         let text = format!("HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{head}");
         let engine = Engine::always(vec![Step::Send(text.into_bytes()), Step::Close]).await;
@@ -113,6 +114,9 @@ async fn an_answer_that_breaks_before_its_first_byte_is_a_502() {
         (json, "content-length: 100\r\n\r\n"),
         (json, "transfer-encoding: chunked\r\n\r\n"),
         (json, "transfer-encoding: chunked\r\n\r\nxyz\r\n"),
+        // Too little to tell an answer from an error.
+        (json, "content-length: 100\r\n\r\n{\"a\":"),
+        (json, "transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"),
         (json, "\r\n"),
         (events, "transfer-encoding: chunked\r\n\r\n"),
         (events, "\r\n"),

@@ -132,6 +132,24 @@ async fn a_model_that_its_engine_lost_is_served_by_another() {
 }
 
 #[tokio::test]
+async fn a_request_that_succeeds_between_two_breaks_is_not_refused() {
+    let engine = Engine::start(|number| match number % 2 {
+        0 => vec![Step::Close],
+        _ => vec![json("200 OK", "{}")],
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    for _ in 0..4 {
+        assert_eq!(fleet.client().await.ask(chat("")).await.status, 502);
+        assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+        fleet.is_idle().await;
+        // No probe tells that the engine is back.
+        fleet.assume_healthy();
+    }
+    assert_eq!(fleet.metrics.suspects_refused.get(), 0);
+}
+
+#[tokio::test]
 async fn an_exhausted_retry_budget_ends_retries() {
     let refusal = || vec![json("503 Service Unavailable", "{}")];
     let full = [

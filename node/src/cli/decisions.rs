@@ -253,13 +253,16 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
             cell(&decision["index"])
         ),
         format!(
-            "engine   status {}, {}; first byte after {} ms, {} ms in all",
+            "engine   status {}, {}; {}{} ms in all",
             cell(&decision["status"]),
             match &decision["failure"] {
                 Value::Null => cell(&outcome["end"]),
                 failure => cell(failure),
             },
-            cell(&outcome["ttft_ms"]),
+            match &outcome["ttft_ms"] {
+                Value::Null => String::new(),
+                ms => format!("first token after {} ms, ", cell(ms)),
+            },
             cell(&outcome["duration_ms"]),
         ),
         format!(

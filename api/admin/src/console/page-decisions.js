@@ -152,8 +152,9 @@ function blocks(matched, total) {
 function timeline(request, attempt) {
   const outcome = attempt.outcome;
   if (!outcome) return h('p', { class: 'note' }, 'Under way.');
-  const first = outcome.ttft_ms ?? outcome.duration_ms;
-  const parts = [['waits', 'Waited for its turn', attempt.waited_ms], ['routes', 'Routed', Math.max(0, attempt.after_ms - attempt.waited_ms)], ['prefills', 'To the first token', first], ['decodes', 'Answer', Math.max(0, outcome.duration_ms - first)]];
+  const first = outcome.ttft_ms ?? 0;
+  const parts = [['waits', 'Waited for its turn', attempt.waited_ms], ['routes', 'Routed', Math.max(0, attempt.after_ms - attempt.waited_ms)], ['decodes', 'Answer', Math.max(0, outcome.duration_ms - first)]];
+  if (outcome.ttft_ms !== null) parts.splice(2, 0, ['prefills', 'To the first token', first]);
   const all = parts.reduce((sum, [, , it]) => sum + it, 0) || 1;
   let from = 0;
   return h('figure', { class: 'time' },

@@ -158,8 +158,8 @@ pub struct RecordedReport {
     pub cached_tokens: Option<u64>,
     /// Number of output tokens, reported by the engine or else counted by the router.
     pub output_tokens: u64,
-    /// Time from the dispatch to the first byte of the response's body, in milliseconds; `None` if
-    /// none arrived.
+    /// Time from the dispatch to the first output of a stream, in milliseconds; `None` without
+    /// output, and if the response was no stream.
     #[serde(default)]
     pub ttft_ms: Option<f64>,
     /// Time from the dispatch to the end of the attempt, in milliseconds.

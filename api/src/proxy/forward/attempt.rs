@@ -12,25 +12,28 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
-use http::{Method, Request, Response, Uri, Version};
+use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::Backend;
-use state::ids::{BackendRef, Slot, UserKey};
+use state::ids::{BackendRef, Slot};
 use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+pub(in crate::proxy) use super::attempt_error::AttemptError;
 use super::blame::{lacks_listed_model, refuses_router, report_status};
+use super::discourage_retry;
 use super::request_context::ProxiedRequest;
 use crate::engines::backends::EngineHeaders;
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
-use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::limits::poison_requests::WatchedRequest;
+use crate::proxy::request::dialect::Dialect;
 use crate::proxy::request::headers::{Hop, clean_answer, toward_engine};
-use crate::proxy::response::first_byte::begin;
+use crate::proxy::response::engine_error::{EngineError, end_of_error};
+use crate::proxy::response::opening::{Opening, begin};
 use crate::proxy::response::response_body::ERROR_BYTES_MAX;
-use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord, Usage};
+use crate::routing::{Attempt, AttemptEnd, Decision, Usage};
 use crate::traces::TraceHeaders;
 use crate::users::isolation::CacheIsolation;
 
@@ -120,158 +123,6 @@ impl SentRequest {
     }
 }
 
-/// Reason why an attempt yielded no response for the client.
-#[derive(Debug)]
-pub(in crate::proxy) enum AttemptError {
-    /// The backend was removed or replaced after it was chosen.
-    Gone,
-    /// This replica had no descriptor or port for a connection.
-    OutOfConnections(SendError),
-    /// No connection could be made.
-    Unreachable(SendError),
-    /// The new connection broke before the request was sent.
-    BrokeUnsent(SendError),
-    /// The connection broke after the request was sent and before the response body began.
-    Broke(SendError),
-    /// The engine that computes the prompt for this backend failed before the response body began.
-    WithoutPrompt,
-    /// No connection was made by the deadline.
-    TimedOutUnsent,
-    /// The request was sent, but no response head arrived by the deadline.
-    TimedOut,
-    /// The backend responded with a redirect, which is not relayed: a client that followed it to the
-    /// engine would not be counted.
-    Redirected,
-    /// The backend refused credentials that are not the client's.
-    RefusedCredentials,
-    /// The backend refused with this response. `None` if it was too long or too slow to pass on.
-    Refused(Option<Box<Response<Bytes>>>),
-}
-
-impl AttemptError {
-    pub(in crate::proxy) fn of(error: SendError, is_sent: bool) -> Self {
-        match error {
-            SendError::Gone => Self::Gone,
-            SendError::WithoutPrompt => Self::WithoutPrompt,
-            error if error.is_local() => Self::OutOfConnections(error),
-            SendError::Url(..) | SendError::Connect(_) => Self::Unreachable(error),
-            SendError::Broke(_) | SendError::Ended | SendError::Informational if is_sent => {
-                Self::Broke(error)
-            }
-            SendError::Broke(_) | SendError::Ended | SendError::Informational => {
-                Self::BrokeUnsent(error)
-            }
-        }
-    }
-
-    /// Returns the name of the error in the admin API, metrics and traces.
-    pub(in crate::proxy) fn label(&self) -> &'static str {
-        match self {
-            Self::Gone => "backend-removed",
-            Self::OutOfConnections(_) => "out-of-connections",
-            Self::Unreachable(_) => "unreachable",
-            Self::BrokeUnsent(_) => "broke-unsent",
-            Self::Broke(_) => "broke",
-            Self::WithoutPrompt => "without-prompt",
-            Self::TimedOutUnsent => "timed-out-unsent",
-            Self::TimedOut => "timed-out",
-            Self::Redirected => "redirected",
-            Self::RefusedCredentials => "refused-credentials",
-            Self::Refused(_) => "refused",
-        }
-    }
-
-    /// Records the failure in the decision's record.
-    fn note(&self, record: &DecisionRecord) {
-        match self {
-            Self::OutOfConnections(error)
-            | Self::Unreachable(error)
-            | Self::BrokeUnsent(error)
-            | Self::Broke(error) => record.failed_with(self.label(), error),
-            Self::Gone
-            | Self::WithoutPrompt
-            | Self::TimedOutUnsent
-            | Self::TimedOut
-            | Self::Redirected
-            | Self::RefusedCredentials
-            | Self::Refused(_) => record.failed(self.label()),
-        }
-    }
-
-    /// Reports the failure to the circuit breaker of `backend`. For a request that timed out after
-    /// it was sent, the end of the attempt reports it; for a refusal, its status.
-    pub(in crate::proxy) fn report(&self, proxy: &Proxy, backend: BackendRef, user: UserKey) {
-        let (backends, now) = (&proxy.backends, Instant::now());
-        match self {
-            Self::Gone
-            | Self::OutOfConnections(_)
-            | Self::WithoutPrompt
-            | Self::TimedOut
-            | Self::RefusedCredentials
-            | Self::Refused(_) => {}
-            Self::Unreachable(_) | Self::TimedOutUnsent => {
-                backends.report_no_answer(backend, None, now);
-            }
-            Self::BrokeUnsent(_) | Self::Broke(_) | Self::Redirected => {
-                backends.report_no_answer(backend, Some(user), now);
-            }
-        }
-    }
-
-    /// Returns the end of the attempt, by which it is charged.
-    pub(in crate::proxy) fn end(&self) -> AttemptEnd {
-        match self {
-            Self::Gone
-            | Self::OutOfConnections(_)
-            | Self::Unreachable(_)
-            | Self::BrokeUnsent(_)
-            | Self::WithoutPrompt
-            | Self::TimedOutUnsent
-            | Self::Redirected
-            | Self::RefusedCredentials
-            | Self::Refused(_) => AttemptEnd::NotRun,
-            Self::Broke(_) => AttemptEnd::Failed,
-            // The engine may have been computing until the timeout.
-            Self::TimedOut => AttemptEnd::Broken,
-        }
-    }
-
-    /// Whether another backend may be tried.
-    pub(super) fn may_retry(&self) -> bool {
-        match self {
-            Self::Gone
-            | Self::OutOfConnections(_)
-            | Self::Unreachable(_)
-            | Self::WithoutPrompt
-            | Self::Redirected
-            | Self::RefusedCredentials
-            | Self::Refused(_) => true,
-            Self::BrokeUnsent(_) | Self::Broke(_) | Self::TimedOutUnsent | Self::TimedOut => false,
-        }
-    }
-
-    /// Whether the backend cannot be reached at all, so that a retry does not count against the
-    /// retry budget.
-    pub(super) fn is_unreachable(&self) -> bool {
-        matches!(self, Self::Gone | Self::Unreachable(_))
-    }
-
-    /// Returns the refusal or the error that the client receives if no other backend is tried.
-    pub(super) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
-        match self {
-            Self::Gone | Self::Unreachable(_) => Err(ProxyError::Unreachable),
-            Self::OutOfConnections(_) => Err(ProxyError::OutOfConnections),
-            Self::BrokeUnsent(_) | Self::Broke(_) | Self::WithoutPrompt => {
-                Err(ProxyError::EngineBroke)
-            }
-            Self::TimedOutUnsent | Self::TimedOut => Err(ProxyError::EngineTimeout),
-            Self::Redirected => Err(ProxyError::Redirected),
-            Self::RefusedCredentials => Err(ProxyError::RefusedCredentials),
-            Self::Refused(refusal) => refusal.map(|it| *it).ok_or(ProxyError::Refused),
-        }
-    }
-}
-
 /// Sends the request to the backend of `decision` and waits until the body of the response has
 /// begun, or the wait for it is over. With `is_last`, returns a refusal as a response.
 pub(super) async fn attempt(
@@ -303,39 +154,54 @@ pub(super) async fn attempt(
         }
     };
     let (status, backend) = (response.status(), decision.backend);
-    let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
-    report_status(proxy, (backend, attempt.user()), status, refuses_router);
-    if let Some(record) = &decision.record {
-        record.answered(status.as_u16());
-    }
-    if let Some(trace) = attempt.trace() {
-        trace.answered(status.as_u16());
-    }
-    if refuses_router {
-        // Read to the end, so that the connection can be reused.
-        drop(read_refusal(response).await);
-        let failure = AttemptError::RefusedCredentials;
-        return Err(fail(proxy, sending, decision, attempt, failure));
-    }
-    // Engines respond with such a status when they cannot fetch the prompt's blocks.
-    let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
-    if !is_last && (is_transfer_lost || proxy.settings.retry.takes(status)) {
-        attempt.end(AttemptEnd::NotRun, Instant::now());
-        let refusal = read_refusal(response).await;
-        return Err(AttemptError::Refused(refusal.map(Box::new)));
+    // Reports a status, and returns whether it refuses credentials that are not the client's.
+    let answered = |attempt: &mut Attempt, status: StatusCode| {
+        let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
+        report_status(proxy, (backend, attempt.user()), status, refuses_router);
+        if let Some(record) = &decision.record {
+            record.answered(status.as_u16());
+        }
+        if let Some(trace) = attempt.trace() {
+            trace.answered(status.as_u16());
+        }
+        refuses_router
+    };
+    if !status.is_success() {
+        if answered(&mut attempt, status) {
+            // Read to the end, so that the connection can be reused.
+            drop(read_refusal(response).await);
+            let failure = AttemptError::RefusedCredentials;
+            return Err(fail(proxy, sending, decision, attempt, failure));
+        }
+        if !is_last && is_refusal(proxy, sending, status) {
+            return Err(refused(attempt, response).await);
+        }
     }
     let begun = sending.with_prompt(begin(&mut response, sending.first_byte_by));
-    let Err(error) = begun.await else {
-        let begins = response.body().first();
-        if lacks_listed_model(proxy, sending.proxied, backend, status, begins) {
-            proxy.backends.doubt_list(backend.slot);
-            if !is_last {
-                attempt.end(AttemptEnd::NotRun, Instant::now());
-                let refusal = read_refusal(response).await;
-                return Err(AttemptError::Refused(refusal.map(Box::new)));
+    let error = match begun.await {
+        Ok(Opening::Answer) => {
+            if status.is_success() {
+                answered(&mut attempt, status);
             }
+            let begins = response.body().first();
+            if lacks_listed_model(proxy, sending.proxied, backend, status, begins) {
+                proxy.backends.doubt_list(backend.slot);
+                if !is_last {
+                    return Err(refused(attempt, response).await);
+                }
+            }
+            return Ok((response, attempt));
         }
-        return Ok((response, attempt));
+        Ok(Opening::Error(error)) => {
+            if answered(&mut attempt, error.status) {
+                let failure = AttemptError::RefusedCredentials;
+                return Err(fail(proxy, sending, decision, attempt, failure));
+            }
+            let failure = reported(proxy, sending, backend, response, &error);
+            attempt.end(failure.end(), Instant::now());
+            return Err(failure);
+        }
+        Err(error) => error,
     };
     if status.is_success() && !matches!(error, SendError::WithoutPrompt) {
         let user = Some(attempt.user());
@@ -344,6 +210,46 @@ pub(super) async fn attempt(
     }
     let failure = AttemptError::of(error, is_sent);
     Err(fail(proxy, sending, decision, attempt, failure))
+}
+
+/// Whether a response with this status means that the backend did not run the request.
+fn is_refusal(proxy: &Proxy, sending: &OutgoingRequest<'_>, status: StatusCode) -> bool {
+    // Engines respond with such a status when they cannot fetch the prompt's blocks.
+    let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
+    is_transfer_lost || proxy.settings.retry.takes(status)
+}
+
+/// Ends an attempt that the backend refused with this response.
+async fn refused(attempt: Attempt, response: Response<EngineBody>) -> AttemptError {
+    attempt.end(AttemptEnd::NotRun, Instant::now());
+    AttemptError::Refused(read_refusal(response).await.map(Box::new))
+}
+
+/// Treats an error in the content of a response like a response with its status.
+fn reported(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    backend: BackendRef,
+    response: Response<EngineBody>,
+    error: &EngineError,
+) -> AttemptError {
+    let (head, mut body) = response.into_parts();
+    body.skip_arrived();
+    let dialect = Dialect::of(sending.proxied.head.uri.path());
+    let mut response = Box::new(error.response(head, dialect));
+    let body = Some(&**response.body());
+    let lacks_model = lacks_listed_model(proxy, sending.proxied, backend, error.status, body);
+    if lacks_model {
+        proxy.backends.doubt_list(backend.slot);
+    }
+    if lacks_model || is_refusal(proxy, sending, error.status) {
+        return AttemptError::Refused(Some(response));
+    }
+    let end = end_of_error(proxy, error.status);
+    if end == AttemptEnd::Failed {
+        discourage_retry(response.headers_mut());
+    }
+    AttemptError::Reported(response, end)
 }
 
 /// Returns the response whose head has arrived, unless its status allows no relaying.
@@ -401,7 +307,8 @@ pub(in crate::proxy) fn note(
         | AttemptError::TimedOut
         | AttemptError::Redirected
         | AttemptError::RefusedCredentials
-        | AttemptError::Refused(_) => {}
+        | AttemptError::Refused(_)
+        | AttemptError::Reported(..) => {}
         AttemptError::Gone => {
             let error = SendError::Gone;
             tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "attempt failed");

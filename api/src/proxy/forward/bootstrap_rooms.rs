@@ -34,6 +34,7 @@ use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::request::bootstrap::{BootstrapRooms, RankOf, draw};
 use crate::proxy::response::answer_usage::read_usage;
+use crate::proxy::response::engine_error::EngineError;
 use crate::proxy::response::json_scan::value_of;
 use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
 use crate::traces::TracedEnd;
@@ -221,8 +222,8 @@ fn parse_prefill_response(answer: &[u8]) -> RemotePrefill {
     let events = answer.split(|byte| *byte == b'\n');
     let events = events.filter_map(|line| line.strip_prefix(b"data:"));
     for said in std::iter::once(answer).chain(events) {
-        if value_of(said, "error").is_some_and(|error| error.first() == Some(&b'{')) {
-            return RemotePrefill::Refused(StatusCode::BAD_GATEWAY, None);
+        if let Some(error) = EngineError::read(said, false) {
+            return RemotePrefill::Refused(error.status, None);
         }
         usage = value_of(said, "usage").and_then(read_usage).or(usage);
     }

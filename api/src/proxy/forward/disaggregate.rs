@@ -24,6 +24,7 @@ use crate::engines::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::response::answer_usage::read_usage;
+use crate::proxy::response::engine_error::EngineError;
 use crate::proxy::response::json_scan::{members, value_of};
 use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
 use crate::traces::{TraceHeaders, TracedEnd};
@@ -80,6 +81,9 @@ impl Prefilled {
     }
 
     fn read(answer: &[u8]) -> Self {
+        if let Some(error) = EngineError::read(answer, false) {
+            return Self::Refused(error.status);
+        }
         let params = value_of(answer, "kv_transfer_params");
         let params = params.filter(|params| params.first() == Some(&b'{'));
         Self::Computed {

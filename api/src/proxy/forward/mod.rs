@@ -3,12 +3,14 @@
 //! attempt.
 //!
 //! A request goes to another backend only if the previous one did not run it: there was no
-//! connection, or the status of its response says so. After a connection broke with the request
+//! connection, or the status of its response says so, or an error in place of its output
+//! (`response/opening.rs`). After a connection broke with the request
 //! sent, it is not retried: the engine may have computed it or crashed because of it. Only a
 //! prefill engine is replaced even then (`bootstrap_rooms.rs`), because no output exists without
 //! it.
 
 pub(super) mod attempt;
+mod attempt_error;
 pub(super) mod blame;
 pub(super) mod bootstrap_rooms;
 pub(super) mod disaggregate;
@@ -18,7 +20,7 @@ pub(super) mod stored;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use http::header::{CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CACHE_CONTROL, CONTENT_LENGTH};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, Version, response};
 use state::ids::Slot;
 use state::policy::Handover;
@@ -39,7 +41,8 @@ use super::request::models::{context_tokens_max, shown_model};
 use super::request::usage_options::{WantedUsage, salted, splice};
 use super::response::answer_source::AnswerSource;
 use super::response::durable_charge::WithheldEnd;
-use super::response::first_byte::is_framed;
+use super::response::engine_error::end_of_error;
+use super::response::opening::{AnswerMedia, is_framed};
 use super::response::read_ahead::ReadAheadBounds;
 use super::response::response_body::{
     BodyKind, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
@@ -441,8 +444,7 @@ pub(super) fn relay(
     };
     clean_head(&mut head, &content);
     if !head.status.is_success() && end_of_error(proxy, head.status) == AttemptEnd::Failed {
-        let told = head.headers.entry(SHOULD_RETRY);
-        told.or_insert(HeaderValue::from_static("false"));
+        discourage_retry(&mut head.headers);
     }
     let expose = proxy.settings.expose;
     expose.decision(&mut head.headers, head.status, decision);
@@ -454,6 +456,12 @@ pub(super) fn relay(
     let waits = timeouts(proxy, sending.first_byte_by);
     let relay = ResponseBody::new(body, content, attempt, source, waits);
     Response::from_parts(head, Arc::new(Mutex::new(relay)))
+}
+
+/// Asks clients not to repeat a request that the backend may have run.
+fn discourage_retry(headers: &mut HeaderMap) {
+    let told = headers.entry(SHOULD_RETRY);
+    told.or_insert(HeaderValue::from_static("false"));
 }
 
 /// Prepares the head of a backend's response for the client.
@@ -495,19 +503,6 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
     }
 }
 
-/// Returns how an attempt ends after a response with an unsuccessful status. The engine may have
-/// computed before a server error, but not before a refusal.
-fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
-    let is_refusal = proxy.settings.retry.takes(status)
-        || status == StatusCode::NOT_IMPLEMENTED
-        || status == StatusCode::SERVICE_UNAVAILABLE;
-    if status.is_server_error() && !is_refusal {
-        AttemptEnd::Failed
-    } else {
-        AttemptEnd::NotRun
-    }
-}
-
 /// Returns how to parse the body of a response with this head.
 pub(super) fn content(
     status: StatusCode,
@@ -518,30 +513,14 @@ pub(super) fn content(
     if !status.is_success() {
         return BodyKind::error();
     }
-    let is_encoded = headers
-        .get(CONTENT_ENCODING)
-        .is_some_and(|coding| coding != "identity");
-    let media_type = headers
-        .get(CONTENT_TYPE)
-        .map_or(&b""[..], HeaderValue::as_bytes);
     let is_framed = is_framed(headers);
-    if is_encoded {
-        BodyKind::Opaque
-    } else if starts_with(media_type, b"text/event-stream") {
-        BodyKind::Events {
+    match AnswerMedia::of(headers) {
+        AnswerMedia::Events => BodyKind::Events {
             events: SseStream::new(wanted),
             has_clear_end: is_framed || dialect.has_named_events(),
             dialect,
-        }
-    } else if starts_with(media_type, b"application/json") {
-        BodyKind::document(is_framed)
-    } else {
-        BodyKind::Opaque
+        },
+        AnswerMedia::Json => BodyKind::document(is_framed),
+        AnswerMedia::Other => BodyKind::Opaque,
     }
-}
-
-fn starts_with(value: &[u8], prefix: &[u8]) -> bool {
-    value
-        .get(..prefix.len())
-        .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
 }

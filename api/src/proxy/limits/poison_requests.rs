@@ -4,8 +4,10 @@
 //! The client of a request that crashes its engine repeats it on the next engine. Requests that
 //! broke a connection are remembered by a keyed hash, regardless of the sender. A request is
 //! refused if it breaks another connection over which it was sent *after* the first break. Thus
-//! each request on a dying engine counts only once. This is local to a replica: a request can break
-//! two engines per replica that it is sent to.
+//! each request on a dying engine counts only once. A complete answer to an equal request shows that
+//! it was not at fault, and clears it: engines that are restarted break connections too, and a
+//! popular request is always among them. This is local to a replica: a request can break two engines
+//! per replica that it is sent to.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -111,6 +113,13 @@ impl PoisonRequests {
         self.count.store(known.len(), Relaxed);
     }
 
+    /// Forgets the breaks of a request that was answered.
+    fn succeeded(&self, print: u64, now: Instant) {
+        let mut known = self.remembered(now);
+        known.retain(|it| it.print != print);
+        self.count.store(known.len(), Relaxed);
+    }
+
     /// Locks the remembered requests and removes the expired ones.
     fn remembered(&self, now: Instant) -> MutexGuard<'_, VecDeque<Suspect>> {
         // Every change leaves the list well formed.
@@ -128,6 +137,14 @@ impl WatchedRequest {
     /// Sets the time of sending to now.
     pub(in crate::proxy) fn sent(&mut self) {
         self.sent_at = Instant::now();
+    }
+
+    /// Reports a complete answer, which clears the request. Costs one load while no request is
+    /// remembered.
+    pub(in crate::proxy) fn succeeded(&self) {
+        if self.poison_requests.count.load(Relaxed) > 0 {
+            self.poison_requests.succeeded(self.print, Instant::now());
+        }
     }
 
     /// Reports that the connection broke after the request was sent.
@@ -158,6 +175,29 @@ mod tests {
         assert!(!poison_requests.is_refused(8, start + 62 * SECOND));
         assert!(!poison_requests.is_refused(7, start + 63 * SECOND));
         assert_eq!(poison_requests.count.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn an_answer_between_two_breaks_clears_a_request() {
+        let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
+        let at = |seconds| start + seconds * SECOND;
+        poison_requests.broke(7, start, at(1));
+        poison_requests.succeeded(8, at(2));
+        poison_requests.broke(7, at(2), at(3));
+        assert!(
+            poison_requests.is_refused(7, at(3)),
+            "the answer was to another one"
+        );
+        poison_requests.succeeded(7, at(4));
+        assert!(!poison_requests.is_refused(7, at(4)));
+        assert_eq!(poison_requests.count.load(Relaxed), 0);
+        poison_requests.broke(7, at(5), at(6));
+        assert!(
+            !poison_requests.is_refused(7, at(6)),
+            "the break before does not count"
+        );
+        poison_requests.broke(7, at(7), at(8));
+        assert!(poison_requests.is_refused(7, at(8)));
     }
 
     #[test]

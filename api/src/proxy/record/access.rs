@@ -28,7 +28,8 @@ const ERROR_PERIOD: Duration = Duration::from_secs(1);
 /// Writer of the access log of one data plane.
 pub(in crate::proxy) struct AccessLog {
     logged: LoggedRequests,
-    /// Limiter of lines about failures: a status of 5xx, or a response that broke off.
+    /// Limiter of lines about failures: a status of 5xx, or a response that broke off or contained an
+    /// error.
     failures: LogRateLimit,
     /// Limiter of lines about refusals: a status of 4xx.
     refusals: LogRateLimit,
@@ -48,14 +49,15 @@ pub(in crate::proxy) struct AccessEntry {
 pub(super) struct EndedAccess<'a> {
     /// Outcome as counted by `quorate_proxy_requests_total`.
     pub(in crate::proxy) outcome: &'static str,
-    pub(super) is_broken_off: bool,
+    /// Whether the response broke off or contained an error, despite its status.
+    pub(super) is_spoiled: bool,
     /// Status sent to the client; 0 if none was sent.
     pub(in crate::proxy) status: u16,
     /// Code of the error sent to the client, if any.
     pub(in crate::proxy) code: Option<&'static str>,
     /// Cause of the failure, if known.
     pub(in crate::proxy) cause: Option<&'a str>,
-    /// Time from the request's last byte to the first byte of the response body, if one arrived.
+    /// Time from the request's last byte to the first output of a stream, if there was any.
     pub(super) ttft: Option<Duration>,
     /// Time from the request's head to the end of the response.
     pub(in crate::proxy) duration: Duration,
@@ -103,7 +105,7 @@ impl AccessLog {
 
 impl EndedAccess<'_> {
     fn is_failure(&self) -> bool {
-        self.status >= 500 || self.is_broken_off
+        self.status >= 500 || self.is_spoiled
     }
 }
 

@@ -60,8 +60,8 @@ pub struct ProxyMetrics {
     pub connections_refused: Counter,
     /// Connections to a TLS listener that ended before their handshake was complete.
     pub tls_handshakes_failed: Counter,
-    /// Seconds from a request's last byte to the first byte of an engine's response body.
-    pub time_to_first_byte: Seconds,
+    /// Seconds from a request's last byte to the first output of a stream.
+    pub time_to_first_token: Seconds,
     /// Seconds from a request's head to the end of the response.
     pub duration: Seconds,
     /// Attempts after the first one of each request.
@@ -107,7 +107,7 @@ pub struct RecentRequests {
     pub ended: AtomicU64,
     /// Number of requests that failed.
     pub failed: AtomicU64,
-    /// Times from a request's last byte to the first byte of the response body.
+    /// Times from a request's last byte to the first output of a stream.
     pub ttft: TimeBuckets,
     /// Times from a request's last byte to its first dispatch, without the wait for admission.
     pub routing: TimeBuckets,
@@ -164,8 +164,8 @@ impl ProxyMetrics {
         );
         registry.register(
             "ttft_seconds",
-            "Time from a request's last byte to the first byte of the response's body",
-            self.time_to_first_byte.0.clone(),
+            "Time from a request's last byte to the first output of a stream: text, reasoning or a tool call",
+            self.time_to_first_token.0.clone(),
         );
         registry.register(
             "duration_seconds",
@@ -269,8 +269,8 @@ pub(in crate::proxy) struct RequestMetricsGuard {
     /// Cause of the failure, for the log and the trace; `None` if the request did not fail, or was
     /// refused.
     cause: Option<String>,
-    /// Time from the request's last byte to the first byte of the response body; `None` before the
-    /// latter.
+    /// Time from the request's last byte to the first output of a stream; `None` before, and without
+    /// a stream.
     ttft: Option<Duration>,
     /// Record that receives the outcome; `None` before the body is parsed, or if no record is kept.
     record: Option<Arc<RequestRecord>>,
@@ -414,14 +414,19 @@ impl RequestMetricsGuard {
         self.code = status.as_u16();
     }
 
-    pub(in crate::proxy) fn first_byte(&mut self) {
+    /// Records the first data of an engine's response body.
+    pub(in crate::proxy) fn first_byte(&self) {
+        if let Some(trace) = &self.trace {
+            trace.first_byte();
+        }
+    }
+
+    /// Records the first output of a stream.
+    pub(in crate::proxy) fn first_token(&mut self) {
         if let Some(read_at) = self.read_at {
             let ttft = read_at.elapsed();
             self.ttft = Some(ttft);
-            if let Some(trace) = &self.trace {
-                trace.first_byte();
-            }
-            self.metrics.time_to_first_byte.observe(ttft);
+            self.metrics.time_to_first_token.observe(ttft);
             self.metrics.recent.ttft.add(ttft);
             if let Some(model) = &self.model {
                 model.ttft.observe(ttft.as_secs_f64());
@@ -486,7 +491,7 @@ impl Drop for RequestMetricsGuard {
         if let Some(access) = &self.access {
             access.end(&EndedAccess {
                 outcome: self.outcome.label(),
-                is_broken_off: self.outcome == RequestOutcome::BrokenOff,
+                is_spoiled: self.code < 400 && self.outcome.is_failure(),
                 status: self.code,
                 code: self.failure,
                 cause: self.cause.as_deref(),
@@ -523,7 +528,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(3)).await;
         request_metrics.is_read(1).unwrap();
         tokio::time::advance(Duration::from_secs(2)).await;
-        request_metrics.first_byte();
+        request_metrics.first_token();
         drop(request_metrics);
         let mut page = String::new();
         prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();

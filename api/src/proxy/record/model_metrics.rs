@@ -77,7 +77,7 @@ impl ModelMetrics {
         );
         registry.register(
             "model_ttft_seconds",
-            "Time from a request's last byte to the first byte of the response's body, by model",
+            "Time from a request's last byte to the first output of a stream, by model",
             self.ttft.clone(),
         );
         registry.register(

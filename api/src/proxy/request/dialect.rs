@@ -111,7 +111,7 @@ fn anthropic_body(failure: &ProxyError) -> Bytes {
 }
 
 /// Returns the error type that Anthropic's API uses for a status.
-fn anthropic_type(status: StatusCode) -> &'static str {
+pub(in crate::proxy) fn anthropic_type(status: StatusCode) -> &'static str {
     match status.as_u16() {
         401 => "authentication_error",
         403 => "permission_error",

@@ -4,8 +4,10 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use http::StatusCode;
 use serde::Deserialize;
 
+use super::engine_error::{EngineError, is_reported};
 use super::json_scan::{elements, members, string, value_of};
 use crate::routing::Usage;
 
@@ -33,6 +35,16 @@ pub(in crate::proxy) struct AnswerDelta<'a> {
     pub(super) ends_choice: bool,
     /// Whether this is the last event of a stream of the responses or the messages endpoint.
     pub(super) ends_stream: bool,
+    /// Whether the event has output: text, reasoning, a tool call, or content unknown to the router.
+    pub(in crate::proxy) has_output: bool,
+    /// Whether the event only begins or frames output, so that an error may still come instead.
+    pub(super) is_structural: bool,
+    /// Whether the event only keeps the connection alive, like a comment.
+    pub(super) is_ping: bool,
+    /// Whether the document has members other than those of a chunk that only reports usage.
+    pub(super) has_further_members: bool,
+    /// Status that the error in the document stands for; `None` if it reports none.
+    pub(in crate::proxy) error: Option<StatusCode>,
 }
 
 /// Types of the last event of a stream, as JSON strings.
@@ -43,12 +55,42 @@ const LAST_EVENTS: [&[u8]; 4] = [
     br#""message_stop""#,
 ];
 
+/// Types of events that precede output, or end a stream, as JSON strings. Those that announce a
+/// tool call are output.
+const STRUCTURAL_EVENTS: [&[u8]; 13] = [
+    br#""response.created""#,
+    br#""response.queued""#,
+    br#""response.in_progress""#,
+    br#""response.output_item.added""#,
+    br#""response.content_part.added""#,
+    br#""response.reasoning_summary_part.added""#,
+    br#""response.completed""#,
+    br#""response.incomplete""#,
+    br#""message_start""#,
+    br#""content_block_start""#,
+    br#""content_block_stop""#,
+    br#""message_delta""#,
+    br#""message_stop""#,
+];
+
+/// Types of events that keep a connection alive, as JSON strings.
+const PINGS: [&[u8]; 2] = [br#""ping""#, br#""keepalive""#];
+
+/// Types of output items and content blocks that begin before their first token, as JSON strings.
+const EMPTY_ITEMS: [&[u8]; 4] = [
+    br#""message""#,
+    br#""reasoning""#,
+    br#""text""#,
+    br#""thinking""#,
+];
+
 /// Extracts usage and output from a JSON document.
 pub(in crate::proxy) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
     let mut findings = AnswerDelta::default();
     let mut previous_end = None;
     let mut cut_to_next_member = None;
-    let (mut kind, mut delta) = (&b""[..], None);
+    let (mut kind, mut delta, mut item) = (&b""[..], None, None);
+    let (mut has_error, mut has_choices) = (false, false);
     for member in members(json) {
         let key_start = member.key.start - 1;
         if let Some(start) = cut_to_next_member.take() {
@@ -67,9 +109,16 @@ pub(in crate::proxy) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
                     }
                 }
             }
-            b"choices" => findings.read_choices(value),
+            b"choices" => {
+                has_choices = true;
+                findings.read_choices(value);
+            }
             b"type" => kind = value,
             b"delta" => delta = Some(value),
+            b"item" | b"content_block" => item = Some(value),
+            b"error" => has_error = is_reported(value),
+            b"object" => has_error |= value == br#""error""#,
+            b"id" | b"created" | b"model" | b"system_fingerprint" | b"service_tier" => {}
             // Whole responses of the messages and the responses endpoint.
             b"content" => findings.read_parts(value),
             b"output" => {
@@ -82,7 +131,7 @@ pub(in crate::proxy) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
                 let nested = value_of(value, "usage").and_then(read_usage);
                 findings.usage = findings.usage.or(nested);
             }
-            _ => {}
+            _ => findings.has_further_members |= value != b"null",
         }
         previous_end = Some(member.value.end);
     }
@@ -90,10 +139,58 @@ pub(in crate::proxy) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
         findings.read_delta(kind, delta);
     }
     findings.ends_stream = LAST_EVENTS.contains(&kind);
+    if has_error || matches!(kind, br#""error""# | br#""response.failed""#) {
+        findings.error = EngineError::read(json, false).map(|error| error.status);
+    }
+    findings.classify(kind, has_choices, delta, item);
     findings
 }
 
 impl<'a> AnswerDelta<'a> {
+    /// Returns what is known of an event of type `kind` that is too long to be parsed.
+    pub(super) fn of_long_event(
+        kind: &[u8],
+        usage: Option<Usage>,
+        error: Option<StatusCode>,
+    ) -> Self {
+        Self {
+            usage,
+            error,
+            ends_stream: LAST_EVENTS.contains(&kind),
+            has_output: error.is_none() && !STRUCTURAL_EVENTS.contains(&kind),
+            ..Self::default()
+        }
+    }
+
+    /// Determines whether an event of type `kind` has output, or only frames it. `item` is the output
+    /// item or content block that it begins, if any.
+    fn classify(
+        &mut self,
+        kind: &[u8],
+        has_choices: bool,
+        delta: Option<&[u8]>,
+        item: Option<&[u8]>,
+    ) {
+        self.is_ping = PINGS.contains(&kind);
+        if self.error.is_some() || self.is_ping {
+            self.is_structural = self.is_ping;
+            return;
+        }
+        self.has_output |= self.text.is_some() || self.other_bytes > 0;
+        if has_choices {
+            self.has_output |= self.usage.is_some_and(|usage| usage.completion_tokens > 0);
+            self.is_structural = !self.has_output && !self.ends_choice;
+        } else if STRUCTURAL_EVENTS.contains(&kind) {
+            let item = item.and_then(|item| value_of(item, "type"));
+            self.has_output |= item.is_some_and(|item| !EMPTY_ITEMS.contains(&item));
+            self.is_structural = !self.has_output && !self.ends_stream;
+        } else {
+            let is_empty = |delta: &[u8]| matches!(delta, br#""""# | b"{}" | b"null");
+            self.has_output |= !delta.is_some_and(is_empty);
+            self.is_structural = !self.has_output;
+        }
+    }
+
     fn read_choices(&mut self, choices: &'a [u8]) {
         let mut count = 0_usize;
         for choice in elements(choices) {
@@ -101,6 +198,7 @@ impl<'a> AnswerDelta<'a> {
             let made = ChoiceOutput::of(choice);
             self.other_bytes += made.other_bytes;
             self.ends_choice |= made.is_ended;
+            self.has_output |= made.has_output;
             match made.text {
                 Some(text) if made.index == 0 => self.add_text(text),
                 text => self.other_bytes += text.map_or(0, |text| text.len()),
@@ -164,6 +262,8 @@ struct ChoiceOutput<'a> {
     text: Option<Cow<'a, str>>,
     other_bytes: usize,
     is_ended: bool,
+    /// Whether there is output that has no bytes of its own, such as the name of a tool.
+    has_output: bool,
 }
 
 impl<'a> ChoiceOutput<'a> {
@@ -173,6 +273,7 @@ impl<'a> ChoiceOutput<'a> {
             text: None,
             other_bytes: 0,
             is_ended: false,
+            has_output: false,
         };
         for member in members(choice) {
             let value = &choice[member.value];
@@ -181,6 +282,7 @@ impl<'a> ChoiceOutput<'a> {
                 b"delta" | b"message" => made.read_message(value),
                 b"text" => made.text = string(value),
                 b"finish_reason" => made.is_ended = value != b"null",
+                b"token_ids" => made.has_output = elements(value).next().is_some(),
                 _ => {}
             }
         }
@@ -198,7 +300,9 @@ impl<'a> ChoiceOutput<'a> {
                     reasoning_bytes = reasoning_bytes.max(literal_bytes(value));
                 }
                 b"refusal" => self.other_bytes += literal_bytes(value),
+                b"audio" | b"function_call" => self.has_output |= value.first() == Some(&b'{'),
                 b"tool_calls" => {
+                    self.has_output |= elements(value).next().is_some();
                     let functions = elements(value).filter_map(|call| value_of(call, "function"));
                     let arguments = functions.filter_map(|it| value_of(it, "arguments"));
                     self.other_bytes += arguments.map(literal_bytes).sum::<usize>();
@@ -381,6 +485,80 @@ mod tests {
                 (text, other_bytes),
                 "{json}"
             );
+        }
+    }
+
+    #[track_caller]
+    fn has_output(json: &str) -> bool {
+        let findings = inspect(json.as_bytes());
+        let (has_output, is_error) = (findings.has_output, findings.error.is_some());
+        assert_eq!(findings.is_structural, !has_output && !is_error, "{json}");
+        has_output
+    }
+
+    #[test]
+    fn only_output_of_a_choice_is_a_first_token() {
+        for (choice, expected) in [
+            (r#""delta":{"role":"assistant","content":""}"#, false),
+            (
+                r#""delta":{"role":"assistant","content":null,"tool_calls":[]}"#,
+                false,
+            ),
+            (r#""delta":{"content":"a"}"#, true),
+            (r#""delta":{"reasoning_content":"a"}"#, true),
+            (
+                r#""delta":{"tool_calls":[{"function":{"name":"f","arguments":""}}]}"#,
+                true,
+            ),
+            (r#""text":"""#, false),
+            (r#""text":"","token_ids":[7]"#, true),
+        ] {
+            let json = format!(r#"{{"choices":[{{"index":0,{choice}}}]}}"#);
+            assert_eq!(has_output(&json), expected, "{json}");
+        }
+        assert!(has_output(
+            r#"{"choices":[],"usage":{"completion_tokens":3}}"#
+        ));
+        assert!(!has_output(r#"{"error":{"code":503}}"#));
+    }
+
+    #[test]
+    fn only_named_events_with_output_are_a_first_token() {
+        for (event, expected) in [
+            (r#""response.created","response":{"usage":null}"#, false),
+            (
+                r#""response.output_item.added","item":{"type":"message"}"#,
+                false,
+            ),
+            (
+                r#""response.output_item.added","item":{"type":"function_call"}"#,
+                true,
+            ),
+            (r#""response.output_text.delta","delta":"a""#, true),
+            (r#""response.output_text.delta","delta":"""#, false),
+            (r#""response.reasoning_text.delta","delta":"a""#, true),
+            (r#""response.audio.delta","delta":"AAAA""#, true),
+            (
+                r#""message_start","message":{"usage":{"output_tokens":1}}"#,
+                false,
+            ),
+            (
+                r#""content_block_start","content_block":{"type":"thinking"}"#,
+                false,
+            ),
+            (
+                r#""content_block_start","content_block":{"type":"tool_use"}"#,
+                true,
+            ),
+            (
+                r#""content_block_delta","delta":{"type":"text_delta","text":"a"}"#,
+                true,
+            ),
+            (r#""ping""#, false),
+            (r#""something.new""#, true),
+        ] {
+            let json = format!(r#"{{"type":{event}}}"#);
+            assert_eq!(has_output(&json), expected, "{json}");
         }
     }
 

@@ -1,12 +1,19 @@
 //! Relays a response: its body, the usage that it reports, and the headers that it gets.
 
+mod accounting;
 pub(super) mod answer_source;
 pub(super) mod answer_usage;
 pub(super) mod durable_charge;
+mod edits;
+pub(super) mod engine_error;
+mod event_scan;
 pub(super) mod expose;
-pub(super) mod first_byte;
+mod idle_timeout;
 pub(super) mod json_answer;
 pub(super) mod json_scan;
+mod long_event;
+mod member_scanner;
+pub(super) mod opening;
 pub(super) mod ratelimit;
 pub(super) mod read_ahead;
 pub(super) mod response_body;

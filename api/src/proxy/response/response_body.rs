@@ -1,7 +1,6 @@
 //! An engine's response on its way to the client. Frames pass as they arrive, at the pace of the
 //! client. Their usage and text go to the accounting, which is completed however the response ends.
 
-use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -10,12 +9,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::Instant;
 
+use super::accounting::RequestAccounting;
 use super::answer_source::AnswerSource;
-use super::answer_usage::AnswerDelta;
 use super::durable_charge::WithheldEnd;
+use super::engine_error::end_of_error;
+use super::idle_timeout::IdleTimeout;
 use super::json_answer::Document;
+use super::opening::may_be_error;
 use super::read_ahead::{ReadAhead, ReadAheadBounds};
 use super::response_chunk::{AnswerPiece, ResponseBodyError};
 use super::sse::SseStream;
@@ -24,7 +26,7 @@ use crate::proxy::Proxy;
 use crate::proxy::limits::poison_requests::WatchedRequest;
 use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
 use crate::proxy::request::dialect::Dialect;
-use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
+use crate::routing::{Attempt, AttemptEnd};
 
 /// Maximum length of an engine's error response that is relayed, in bytes. A longer one ends there.
 pub(in crate::proxy) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
@@ -67,14 +69,6 @@ impl BodyKind {
         match self {
             Self::Events { events, .. } => events.is_done(),
             Self::Document { .. } | Self::Opaque | Self::Error { .. } => false,
-        }
-    }
-
-    /// Returns the outcome of a request whose response is complete.
-    fn outcome(&self) -> RequestOutcome {
-        match self {
-            Self::Error { .. } => RequestOutcome::EngineError,
-            Self::Events { .. } | Self::Document { .. } | Self::Opaque => RequestOutcome::Finished,
         }
     }
 
@@ -123,90 +117,6 @@ pub(in crate::proxy) struct ResponseBody {
     ahead: ReadAhead,
 }
 
-/// Charge of a response's attempt, and metrics of its request.
-struct RequestAccounting {
-    /// Attempt that is charged; `None` once it has ended.
-    attempt: Option<Attempt>,
-    request_metrics: Option<RequestMetricsGuard>,
-    /// Outcome of the request once the client has received everything.
-    outcome: Option<RequestOutcome>,
-    has_begun: bool,
-    choices: ChoiceTokens,
-}
-
-/// Output tokens by choice. In a chunk with one choice, vLLM and SGLang report only that choice's
-/// tokens. The final usage without choices is the sum.
-#[derive(Default)]
-struct ChoiceTokens(Vec<(u64, u64)>);
-
-/// Maximum number of choices counted separately.
-const CHOICES_MAX: usize = 1024;
-
-impl ChoiceTokens {
-    /// Returns the tokens of all choices after `choice` has reached `tokens`.
-    fn sum(&mut self, choice: u64, tokens: u64) -> u64 {
-        if let Some((_, known)) = self.0.iter_mut().find(|(index, _)| *index == choice) {
-            *known = tokens.max(*known);
-        } else if self.0.len() < CHOICES_MAX {
-            self.0.push((choice, tokens));
-        }
-        self.0
-            .iter()
-            .fold(0, |sum, (_, tokens)| sum.saturating_add(*tokens))
-    }
-}
-
-impl RequestAccounting {
-    fn note(&mut self, findings: &AnswerDelta<'_>) {
-        let Some(attempt) = &mut self.attempt else {
-            return;
-        };
-        let now = Instant::now();
-        // The text comes first, because a usage report covers the text in the same document.
-        if let Some(text) = &findings.text {
-            attempt.output(text, now);
-        }
-        attempt.other_output(findings.other_bytes);
-        if let Some(mut usage) = findings.usage {
-            if let Some(choice) = findings.choice {
-                usage.completion_tokens = self.choices.sum(choice, usage.completion_tokens);
-            }
-            attempt.usage(usage, now);
-        }
-    }
-
-    /// Notes that all output was parsed, so that none is hidden.
-    fn is_all_seen(&mut self) {
-        if let Some(attempt) = &mut self.attempt {
-            attempt.set_hidden_output(None);
-        }
-    }
-
-    fn end(&mut self, end: AttemptEnd, outcome: RequestOutcome) {
-        if let Some(attempt) = self.attempt.take() {
-            attempt.end(end, Instant::now());
-        }
-        self.outcome = Some(outcome);
-    }
-
-    /// Ends the accounting of a finished response and returns a future of the charge's commit,
-    /// unless it is committed already.
-    fn end_durably(&mut self, outcome: RequestOutcome) -> Option<ChargeCommit> {
-        self.outcome = Some(outcome);
-        let attempt = self.attempt.take()?;
-        attempt.end_durably(AttemptEnd::Finished, Instant::now())
-    }
-
-    /// Completes the request's metrics after the client has received everything.
-    fn settle(&mut self) {
-        if let (Some(outcome), Some(mut request_metrics)) =
-            (self.outcome, self.request_metrics.take())
-        {
-            request_metrics.ends(outcome);
-        }
-    }
-}
-
 impl ResponseBody {
     /// Creates a body. `attempt` is `None` for an engine's error, which has ended the attempt.
     pub(in crate::proxy) fn new(
@@ -219,13 +129,7 @@ impl ResponseBody {
         Self {
             engine,
             content,
-            accounting: RequestAccounting {
-                attempt,
-                request_metrics: None,
-                outcome: None,
-                has_begun: false,
-                choices: ChoiceTokens::default(),
-            },
+            accounting: RequestAccounting::new(attempt),
             source,
             idle_timeout: IdleTimeout::until(waits.first_byte_by),
             answer_idle: waits.answer_idle,
@@ -260,53 +164,68 @@ impl ResponseBody {
     pub(in crate::proxy) fn account(&mut self, request_metrics: RequestMetricsGuard) {
         self.accounting.request_metrics = Some(request_metrics);
         if self.engine.is_end_stream() {
-            self.begin();
-            self.accounting
-                .end(AttemptEnd::Finished, self.content.outcome());
+            self.accounting.begins();
+            let (end, outcome) = self.result();
+            self.accounting.end(end, outcome);
             self.accounting.settle();
             self.is_over = true;
         }
     }
 
-    /// Records the first byte of the body, once.
-    fn begin(&mut self) {
-        let accounting = &mut self.accounting;
-        if !std::mem::replace(&mut accounting.has_begun, true)
-            && let Some(attempt) = &mut accounting.attempt
-        {
-            let now = Instant::now();
-            attempt.first_byte(now);
-            if let BodyKind::Events { .. } = self.content {
-                attempt.first_token(now);
+    /// Returns how the attempt and the request end, of a response that is complete.
+    fn result(&self) -> (AttemptEnd, RequestOutcome) {
+        let outcome = match (&self.content, self.accounting.error()) {
+            (BodyKind::Error { .. }, _) => {
+                return (AttemptEnd::Finished, RequestOutcome::EngineError);
             }
-            accounting
-                .request_metrics
-                .iter_mut()
-                .for_each(RequestMetricsGuard::first_byte);
-        }
+            (_, None) => {
+                self.source
+                    .watched
+                    .iter()
+                    .for_each(WatchedRequest::succeeded);
+                return (AttemptEnd::Finished, RequestOutcome::Finished);
+            }
+            (_, Some(_)) if self.accounting.has_output() => AttemptEnd::Broken,
+            // Like a response with this status.
+            (_, Some(status)) => end_of_error(&self.source.proxy, status),
+        };
+        (outcome, RequestOutcome::EngineError)
     }
 
     /// Accepts a frame and returns the bytes that the client receives now, if any.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
-        self.begin();
         let accounting = &mut self.accounting;
-        self.idle_timeout.restart(self.answer_idle);
-        let passed = match &mut self.content {
+        let (passed, has_progress) = match &mut self.content {
             BodyKind::Events { events, .. } => {
-                events.push(data, &mut |findings| accounting.note(findings))
+                let passed = events.push(data, &mut |findings| accounting.note_event(findings));
+                (passed, events.take_progress())
             }
             BodyKind::Document { document, .. } => {
-                document.push(data.clone());
-                Some(data)
+                // White space before a document keeps connections alive, like comments.
+                let is_blank = document.is_empty() && data.trim_ascii_start().is_empty();
+                if !is_blank {
+                    document.push(data.clone());
+                    if !may_be_error(&data) {
+                        accounting.is_answered();
+                    }
+                }
+                (Some(data), !is_blank)
             }
-            BodyKind::Opaque => Some(data),
+            BodyKind::Opaque => {
+                accounting.is_answered();
+                (Some(data), true)
+            }
             BodyKind::Error { bytes_left } => {
                 let mut data = data;
                 data.truncate(usize::try_from(*bytes_left).unwrap_or(usize::MAX));
                 *bytes_left -= data.len() as u64;
-                Some(data)
+                (Some(data), true)
             }
         };
+        if has_progress {
+            self.goes_on();
+        }
+        let accounting = &self.accounting;
         if let (Some(passed), Some(request_metrics)) = (&passed, &accounting.request_metrics) {
             request_metrics
                 .metrics()
@@ -331,6 +250,17 @@ impl ResponseBody {
         })
     }
 
+    /// Records that data has arrived, and moves the deadline. Before the first output, the deadline
+    /// of the first byte holds as well.
+    fn goes_on(&mut self) {
+        self.accounting.begins();
+        let is_stream = matches!(self.content, BodyKind::Events { .. });
+        match is_stream && !self.accounting.has_output() {
+            true => self.idle_timeout.extend(self.answer_idle),
+            false => self.idle_timeout.restart(self.answer_idle),
+        }
+    }
+
     /// Handles the end of the engine's body and returns the last bytes for the client, if any.
     fn finish(&mut self) -> Result<Option<Bytes>, ResponseBodyError> {
         let rest = match &mut self.content {
@@ -339,7 +269,7 @@ impl ResponseBody {
                 has_clear_end,
                 ..
             } => {
-                let rest = events.finish(&mut |findings| self.accounting.note(findings));
+                let rest = events.finish(&mut |findings| self.accounting.note_event(findings));
                 if !*has_clear_end && !events.is_done() {
                     return Err(ResponseBodyError::Unfinished);
                 }
@@ -366,8 +296,8 @@ impl ResponseBody {
             self.is_over = !self.withheld.is_waiting();
             return Ok(passed);
         }
-        let outcome = self.content.outcome();
-        self.accounting.end(AttemptEnd::Finished, outcome);
+        let (end, outcome) = self.result();
+        self.accounting.end(end, outcome);
         self.is_over = true;
         Ok(rest)
     }
@@ -377,7 +307,8 @@ impl ResponseBody {
     /// a stream comes here too, and passes.
     fn withhold(&mut self, end: Option<Bytes>) -> Option<Bytes> {
         self.withheld.push(end);
-        let Some(commit) = self.accounting.end_durably(self.content.outcome()) else {
+        let (end, outcome) = self.result();
+        let Some(commit) = self.accounting.end_durably(end, outcome) else {
             return self.withheld.take();
         };
         self.withheld.wait(commit);
@@ -439,8 +370,8 @@ impl Drop for ResponseBody {
     /// end of the engine's body did not pass.
     fn drop(&mut self) {
         if !self.is_over && !self.withheld.is_waiting() && self.content.is_done() {
-            let outcome = self.content.outcome();
-            self.accounting.end(AttemptEnd::Finished, outcome);
+            let (end, outcome) = self.result();
+            self.accounting.end(end, outcome);
             if self.ahead.is_empty() {
                 self.accounting.settle();
             }
@@ -540,42 +471,4 @@ pub(in crate::proxy) struct ResponseTimeouts {
     pub(in crate::proxy) withheld: WithheldEnd,
     /// Bounds for a client that receives slowly.
     pub(in crate::proxy) ahead: ReadAheadBounds,
-}
-
-/// A deadline that moves with every frame, without resetting a timer each time.
-struct IdleTimeout {
-    deadline: Instant,
-    /// Timer that is set on the first wait. It may fire early, but never late.
-    timer: Option<Pin<Box<Sleep>>>,
-}
-
-impl IdleTimeout {
-    fn until(deadline: Instant) -> Self {
-        Self {
-            deadline,
-            timer: None,
-        }
-    }
-
-    fn restart(&mut self, wait: Duration) {
-        let deadline = Instant::now() + wait;
-        if deadline < self.deadline {
-            self.timer = None;
-        }
-        self.deadline = deadline;
-    }
-
-    fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let deadline = self.deadline;
-        let timer = self
-            .timer
-            .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
-        loop {
-            ready!(timer.as_mut().poll(cx));
-            if timer.deadline() >= deadline {
-                return Poll::Ready(());
-            }
-            timer.as_mut().reset(deadline);
-        }
-    }
 }

@@ -2,7 +2,8 @@
 //! own additions to the request caused, without touching any other byte.
 //!
 //! Frames of the connection and events of the stream do not align. An incomplete event is held back
-//! until it is complete. An event larger than [`EVENT_BYTES_MAX`] passes through unread.
+//! until it is complete. An event larger than [`EVENT_BYTES_MAX`] passes as it arrives, and is only
+//! scanned (`long_event.rs`).
 //!
 //! If a client requested only the final usage, running usage is removed. But some engines put the
 //! final usage into the last chunk of a choice and send no separate one (llama.cpp's completions).
@@ -13,6 +14,10 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 
 use super::answer_usage::{AnswerDelta, inspect};
+use super::edits::{Edit, edited};
+use super::engine_error::EngineError;
+use super::event_scan::EventScan;
+use super::long_event::LongEvent;
 use crate::proxy::request::usage_options::WantedUsage;
 
 /// Maximum length of an event that is parsed, in bytes.
@@ -25,11 +30,12 @@ pub(in crate::proxy) struct SseStream {
     /// Beginning of an incomplete event, or empty.
     held: BytesMut,
     scan: EventScan,
-    /// Search for the end of an event that is too long and passes through unread; `None` outside
-    /// one.
-    passing: Option<SkippedEvent>,
+    /// An event that is too long to be held back and passes as it arrives; `None` outside one.
+    passing: Option<Box<LongEvent>>,
     /// Whether `[DONE]` or another last event has arrived.
     is_done: bool,
+    /// Whether data has arrived since the last [`SseStream::take_progress`].
+    has_progress: bool,
     /// Chunk that waits for the next event, if any.
     last_chunk: Option<LastChunk>,
 }
@@ -62,111 +68,13 @@ enum EventAction {
     Waits(Range<usize>),
 }
 
-/// Replacement of a range of bytes.
-struct Edit {
-    range: Range<usize>,
-    by: Bytes,
-}
-
-impl Edit {
-    fn cut(range: Range<usize>) -> Self {
-        Self {
-            range,
-            by: Bytes::new(),
-        }
-    }
-}
-
-/// Progress of parsing the event at the start of a buffer.
-#[derive(Debug, Default)]
-struct EventScan {
-    /// Start of the incomplete line.
-    line: usize,
-    /// End of the bytes after `line` without a line end.
-    searched: usize,
-    /// Payload of the last `data` line; `None` before the first.
-    data: Option<Range<usize>>,
-    /// Whether there is more than one `data` line, which JSON never needs.
-    has_many: bool,
-}
-
-impl EventScan {
-    /// Returns the position after the event; `None` if it is incomplete.
-    fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
-        loop {
-            let Some(offset) = memchr::memchr2(b'\n', b'\r', &bytes[self.searched..]) else {
-                self.searched = bytes.len();
-                return None;
-            };
-            let end = self.searched + offset;
-            let next = match (bytes[end], bytes.get(end + 1)) {
-                (b'\r', Some(b'\n')) => end + 2,
-                // A line feed may follow and belong to the same line end.
-                (b'\r', None) => {
-                    self.searched = end;
-                    return None;
-                }
-                _ => end + 1,
-            };
-            let line = self.line..end;
-            self.line = next;
-            self.searched = next;
-            if line.is_empty() {
-                return Some(next);
-            }
-            if let Some(payload) = bytes[line.clone()].strip_prefix(b"data:") {
-                let space = usize::from(payload.first() == Some(&b' '));
-                self.has_many |= self.data.is_some();
-                self.data = Some(line.start + b"data:".len() + space..line.end);
-            }
-        }
-    }
-
-    fn payload(&self) -> Option<Range<usize>> {
-        self.data.clone().filter(|_| !self.has_many)
-    }
-}
-
-/// Search for the end of an event that is not buffered.
-#[derive(Debug)]
-struct SkippedEvent {
-    /// Whether the current line is empty so far.
-    is_line_empty: bool,
-    /// Whether the last byte was a carriage return, which a line feed may complete.
-    is_after_return: bool,
-}
-
-impl SkippedEvent {
-    fn new() -> Self {
-        Self {
-            is_line_empty: true,
-            is_after_return: false,
-        }
-    }
-
-    /// Returns the position after the event if it ends in `bytes`.
-    fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
-        let mut at = 0;
-        while at < bytes.len() {
-            if std::mem::take(&mut self.is_after_return) && bytes[at] == b'\n' {
-                at += 1;
-                continue;
-            }
-            let Some(offset) = memchr::memchr2(b'\n', b'\r', &bytes[at..]) else {
-                self.is_line_empty = false;
-                return None;
-            };
-            let is_blank = self.is_line_empty && offset == 0;
-            at += offset + 1;
-            self.is_line_empty = true;
-            self.is_after_return = bytes[at - 1] == b'\r';
-            if is_blank {
-                let has_feed = self.is_after_return && bytes.get(at) == Some(&b'\n');
-                return Some(at + usize::from(has_feed));
-            }
-        }
-        None
-    }
+/// Position of a complete event's parts.
+struct EventRange {
+    payload: Range<usize>,
+    /// Length of the event, in bytes.
+    length: usize,
+    /// Whether the event is named `error`.
+    is_error: bool,
 }
 
 impl SseStream {
@@ -177,8 +85,14 @@ impl SseStream {
             scan: EventScan::default(),
             passing: None,
             is_done: false,
+            has_progress: false,
             last_chunk: None,
         }
+    }
+
+    /// Whether data has arrived since the last call: more than comments, pings and empty events.
+    pub(super) fn take_progress(&mut self) -> bool {
+        std::mem::take(&mut self.has_progress)
     }
 
     /// Whether the stream has announced its end.
@@ -200,6 +114,7 @@ impl SseStream {
             // Continue the search in an event of many small frames instead of restarting it.
             let is_complete = self.scan.event_end(&self.held).is_some();
             if !is_complete && self.held.len() <= EVENT_BYTES_MAX {
+                self.has_progress |= self.scan.has_begun(&self.held);
                 return None;
             }
             self.scan = EventScan::default();
@@ -214,9 +129,14 @@ impl SseStream {
         while start < bytes.len() {
             let rest = &bytes[start..];
             if let Some(passing) = &mut self.passing {
-                let Some(length) = passing.event_end(rest) else {
+                self.has_progress = true;
+                let Some(length) = passing.pass(start, rest, &mut edits) else {
                     break;
                 };
+                if let Some(findings) = passing.findings() {
+                    observe(&findings);
+                    self.is_done |= findings.ends_stream;
+                }
                 self.passing = None;
                 start += length;
                 continue;
@@ -225,8 +145,12 @@ impl SseStream {
             match scan.event_end(rest) {
                 Some(length) => {
                     if let Some(payload) = scan.payload() {
-                        let (judgement, before) =
-                            self.judge(&rest[payload.clone()], payload, length, observe);
+                        let event = EventRange {
+                            payload,
+                            length,
+                            is_error: scan.is_error(),
+                        };
+                        let (judgement, before) = self.judge(rest, &event, observe);
                         edits.extend(before.map(|by| Edit {
                             range: start..start,
                             by,
@@ -246,6 +170,8 @@ impl SseStream {
                             }
                         }
                     }
+                    // Several lines of data are not read.
+                    self.has_progress |= !scan.is_comment() && scan.payload().is_none();
                     start += length;
                 }
                 None if rest.len() > EVENT_BYTES_MAX => {
@@ -253,9 +179,11 @@ impl SseStream {
                         range: start..start,
                         by,
                     }));
-                    self.passing = Some(SkippedEvent::new());
+                    let is_cut = !self.wanted.final_chunk;
+                    self.passing = Some(Box::new(LongEvent::new(scan.open_payload(rest), is_cut)));
                 }
                 None => {
+                    self.has_progress |= scan.has_begun(rest);
                     self.held.extend_from_slice(rest);
                     self.scan = scan;
                     edits.push(Edit::cut(start..bytes.len()));
@@ -266,43 +194,65 @@ impl SseStream {
         edited(bytes, &edits)
     }
 
-    /// Returns the action for an event of `length` bytes, and the held chunk that precedes it.
+    /// Returns the action for the `event` at the start of `bytes`, and the held chunk that precedes
+    /// it.
     fn judge(
         &mut self,
-        json: &[u8],
-        payload: Range<usize>,
-        length: usize,
+        bytes: &[u8],
+        event: &EventRange,
         observe: &mut impl FnMut(&AnswerDelta<'_>),
     ) -> (EventAction, Option<Bytes>) {
-        let last_chunk = self.last_chunk.take();
+        let json = &bytes[event.payload.clone()];
+        if json.is_empty() {
+            return (EventAction::Kept, None);
+        }
         if json == b"[DONE]" {
-            self.is_done = true;
+            (self.is_done, self.has_progress) = (true, true);
+            let last_chunk = self.last_chunk.take();
             return (EventAction::Kept, last_chunk.map(|chunk| chunk.event));
         }
-        let findings = inspect(json);
+        let mut findings = inspect(json);
+        if findings.is_ping {
+            return (EventAction::Kept, None);
+        }
+        if event.is_error && findings.error.is_none() {
+            findings.error = EngineError::read(json, true).map(|error| error.status);
+        }
         observe(&findings);
-        self.is_done |= findings.ends_stream;
-        let before = last_chunk.map(|chunk| chunk.without_usage());
-        let Some(member) = findings.usage_member else {
+        self.has_progress = true;
+        self.is_done |= findings.ends_stream || findings.error.is_some();
+        let before = self.last_chunk.take().map(|chunk| chunk.without_usage());
+        let Some(member) = findings.usage_member.clone() else {
             return (EventAction::Kept, before);
         };
-        if findings.has_no_choices && findings.usage.is_some() {
-            let judgement = match self.wanted.final_chunk {
-                true => EventAction::Kept,
-                false => EventAction::Cut(0..length),
-            };
-            return (judgement, before);
-        }
-        let member = payload.start + member.start..payload.start + member.end;
+        (self.action(&findings, member, event), before)
+    }
+
+    /// Returns the action for an event with the member `usage`.
+    fn action(
+        &self,
+        findings: &AnswerDelta<'_>,
+        member: Range<usize>,
+        event: &EventRange,
+    ) -> EventAction {
+        let start = event.payload.start;
+        let member = start + member.start..start + member.end;
         let is_asked = self.wanted.final_chunk;
-        let judgement = if self.wanted.running || (is_asked && findings.is_usage_null) {
+        if findings.has_no_choices && findings.usage.is_some() {
+            return match (is_asked, findings.has_further_members) {
+                (true, _) => EventAction::Kept,
+                // Engines put other figures there too, such as llama.cpp's `timings`.
+                (false, true) => EventAction::Cut(member),
+                (false, false) => EventAction::Cut(0..event.length),
+            };
+        }
+        if self.wanted.running || (is_asked && findings.is_usage_null) {
             EventAction::Kept
         } else if is_asked && findings.ends_choice && findings.usage.is_some() {
             EventAction::Waits(member)
         } else {
             EventAction::Cut(member)
-        };
-        (judgement, before)
+        }
     }
 
     /// Ends the stream and returns what was held back, if anything. An event that lacks only its
@@ -317,8 +267,15 @@ impl SseStream {
         ended.extend_from_slice(b"\n\n");
         let mut scan = EventScan::default();
         let mut before = None;
-        if let (Some(length), Some(payload)) = (scan.event_end(&ended), scan.payload()) {
-            (_, before) = self.judge(&ended[payload.clone()], payload, length, observe);
+        if let Some(mut passing) = self.passing.take() {
+            before = passing.finish();
+        } else if let (Some(length), Some(payload)) = (scan.event_end(&ended), scan.payload()) {
+            let event = EventRange {
+                payload,
+                length,
+                is_error: scan.is_error(),
+            };
+            (_, before) = self.judge(&ended, &event, observe);
         }
         let before = before.or_else(|| self.take_waiting());
         match before {
@@ -337,31 +294,6 @@ impl SseStream {
     pub(super) fn abandon(&mut self) -> bool {
         self.held.clear();
         self.passing.is_some()
-    }
-}
-
-/// Applies `edits`, which are in order and do not overlap, to `bytes`; `None` if nothing is left.
-fn edited(bytes: &Bytes, edits: &[Edit]) -> Option<Bytes> {
-    let cut_bytes: usize = edits.iter().map(|edit| edit.range.len()).sum();
-    let added_bytes: usize = edits.iter().map(|edit| edit.by.len()).sum();
-    let kept_bytes = bytes.len() - cut_bytes + added_bytes;
-    match edits {
-        _ if kept_bytes == 0 => None,
-        [] => Some(bytes.clone()),
-        [cut] if cut.range.end == bytes.len() && cut.by.is_empty() => {
-            Some(bytes.slice(..cut.range.start))
-        }
-        _ => {
-            let mut kept = BytesMut::with_capacity(kept_bytes);
-            let mut from = 0;
-            for Edit { range, by } in edits {
-                kept.extend_from_slice(&bytes[from..range.start]);
-                kept.extend_from_slice(by);
-                from = range.end;
-            }
-            kept.extend_from_slice(&bytes[from..]);
-            Some(kept.freeze())
-        }
     }
 }
 

@@ -237,12 +237,12 @@ pub struct ProxyTimeouts {
     #[serde(with = "As::<Span>")]
     #[default(Duration::from_secs(30))]
     pub body_idle: Duration,
-    /// Timeout for the first byte of a backend's response. Without `stream`, engines respond only
-    /// when they are done.
+    /// Timeout for the beginning of a backend's response, which comments and white space are not.
+    /// Without `stream`, engines respond only when they are done.
     #[serde(with = "As::<Span>")]
     #[default(Duration::from_secs(600))]
     pub first_byte: Duration,
-    /// Longest pause within a backend's response.
+    /// Longest pause within a backend's response. Comments do not end a pause.
     #[serde(rename = "idle", with = "As::<Span>")]
     #[default(Duration::from_secs(300))]
     pub answer_idle: Duration,

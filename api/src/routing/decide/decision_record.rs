@@ -127,8 +127,8 @@ pub struct AttemptReport {
     pub usage: Option<Usage>,
     /// Numbers of tokens charged to the user: uncached prompt, cached prompt, output.
     pub charged: [u64; 3],
-    /// Time from the dispatch to the response's first byte, if it arrived.
-    pub first_byte: Option<Duration>,
+    /// Time from the dispatch to a stream's first output; `None` without one.
+    pub first_token: Option<Duration>,
     /// Time from the dispatch to the end of the attempt.
     pub duration: Duration,
 }
@@ -220,7 +220,7 @@ pub struct SeenBackendView {
     pub matched: u32,
     /// Number of requests in flight from all replicas heard recently.
     pub running: u32,
-    /// Number of these whose first byte had not arrived.
+    /// Number of these without output so far.
     pub pending: u32,
     /// Number of uncached prompt tokens of the latter.
     pub pending_prefill_tokens: u64,

@@ -114,7 +114,7 @@ impl PrefillAttempt {
         let Some(open) = &mut self.open else { return };
         let dispatcher = &self.dispatcher;
         open.is_answered = true;
-        open.underway.first_byte();
+        open.underway.first_token();
         open.trial = None;
         dispatcher
             .backends

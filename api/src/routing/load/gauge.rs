@@ -263,12 +263,12 @@ impl Drop for SeekGuard {
 #[derive(Debug)]
 pub struct LoadGuard {
     gauge: Arc<BackendLoad>,
-    /// Prompt tokens counted as pending; `None` after the first byte.
+    /// Prompt tokens counted as pending; `None` after the first token.
     pending_prefill_tokens: Option<u64>,
 }
 
 impl LoadGuard {
-    /// Replaces the number of pending prompt tokens. Has no effect after the first byte.
+    /// Replaces the number of pending prompt tokens. Has no effect after the first token.
     pub fn computes(&mut self, pending_prefill_tokens: u64) {
         if let Some(tokens) = &mut self.pending_prefill_tokens {
             let gauge = &self.gauge.pending_prefill_tokens;
@@ -278,7 +278,7 @@ impl LoadGuard {
     }
 
     /// Marks the prefill as done: the request counts only as running.
-    pub fn first_byte(&mut self) {
+    pub fn first_token(&mut self) {
         if let Some(tokens) = self.pending_prefill_tokens.take() {
             self.gauge.waiting.fetch_sub(1, Relaxed);
             self.gauge.pending_prefill_tokens.fetch_sub(tokens, Relaxed);
@@ -288,7 +288,7 @@ impl LoadGuard {
 
 impl Drop for LoadGuard {
     fn drop(&mut self) {
-        self.first_byte();
+        self.first_token();
         self.gauge.end();
         self.gauge.less.load_dropped.notify_one();
     }

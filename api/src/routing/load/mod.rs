@@ -37,7 +37,7 @@ const REPORT_VERSION: u8 = 1;
 pub struct Load {
     /// Number of requests dispatched and not ended.
     pub running: u32,
-    /// Number of these whose first byte has not arrived.
+    /// Number of these without output so far.
     pub waiting: u32,
     /// Estimated number of uncached prompt tokens of the latter.
     pub pending_prefill_tokens: u64,

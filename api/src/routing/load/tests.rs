@@ -26,8 +26,8 @@ fn load_counts_a_request_until_its_end() {
     let mut first = table.begin(backend(3, 1), 700);
     let second = table.begin(backend(3, 1), 50);
     assert_eq!(table.here(backend(3, 1)), load(2, 2, 750));
-    first.first_byte();
-    first.first_byte();
+    first.first_token();
+    first.first_token();
     assert_eq!(table.here(backend(3, 1)), load(2, 1, 50));
     drop(second);
     drop(first);

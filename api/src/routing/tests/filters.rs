@@ -190,6 +190,9 @@ fn attempts_report_their_outcome_to_the_circuit() {
     }
     let (_, mut attempt) = bench.start(&identity);
     attempt.first_byte(Instant::now());
+    let circuit = |now| bench.router.decider().backends.circuit(handle, now);
+    assert!(circuit(Instant::now()).is_open, "it has no output yet");
+    attempt.first_token(Instant::now());
     assert!(
         !bench
             .router
@@ -209,6 +212,70 @@ fn attempts_report_their_outcome_to_the_circuit() {
         0
     );
     bench.assert_quiet();
+}
+
+/// Ends requests at backend 0 whose clients leave after `waits_ms` without output. With `others_ms`,
+/// the backend with the given number has output so many milliseconds after each request's start.
+/// Returns whether the circuit of backend 0 opened.
+fn leaving(waits_ms: u64, others_ms: Option<(usize, u64)>) -> bool {
+    let bench = Bench::new(2);
+    let identity = bench.identify("hello");
+    let handles = [0, 1].map(|number| bench.port.log.lock().unwrap().handle(number));
+    let attempt_at = |number: usize| {
+        let excluded = [handles[1 - number].slot];
+        let decision = bench.decide(&identity, &excluded).unwrap();
+        bench.dispatch(&decision, &ask(&identity, &excluded))
+    };
+    for _ in 0..5 {
+        let (mut other, attempt) = (attempt_at(others_ms.map_or(1, |it| it.0)), attempt_at(0));
+        let start = Instant::now();
+        if let Some((_, ms)) = others_ms {
+            other.first_token(start + Duration::from_millis(ms));
+        }
+        attempt.end(
+            AttemptEnd::ClientLeft,
+            start + Duration::from_millis(waits_ms),
+        );
+        other.end(AttemptEnd::NotRun, start);
+    }
+    let backends = &bench.router.decider().backends;
+    backends.circuit(handles[0], Instant::now()).is_open
+}
+
+#[test]
+fn clients_that_leave_count_only_if_their_backend_is_outdone() {
+    assert!(leaving(1_500, Some((1, 500))), "another backend has output");
+    assert!(!leaving(900, Some((1, 500))), "they hardly waited");
+    assert!(!leaving(1_500, None), "no backend has output");
+    assert!(!leaving(1_500, Some((0, 500))), "it serves others");
+}
+
+#[test]
+fn an_error_after_output_counts_as_a_failure_and_no_success() {
+    let bench = Bench::new(1);
+    let identity = bench.identify("hello");
+    let handle = bench.port.log.lock().unwrap().handle(0);
+    let circuit = || {
+        bench
+            .router
+            .decider()
+            .backends
+            .circuit(handle, Instant::now())
+    };
+    for (is_fault, failures) in [(true, 1), (false, 1), (true, 2)] {
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.first_token(Instant::now());
+        attempt.reports_error(is_fault, Instant::now());
+        attempt.end(AttemptEnd::Broken, Instant::now());
+        assert_eq!(circuit().recent_failures, failures);
+    }
+    for _ in 0..3 {
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.first_token(Instant::now());
+        attempt.reports_error(true, Instant::now());
+    }
+    // Five of six attempts failed; their successes do not count.
+    assert!(circuit().is_open);
 }
 
 #[test]

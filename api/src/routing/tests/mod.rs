@@ -501,7 +501,7 @@ fn uncounted_output_is_estimated() {
     let (_, mut attempt) = bench.start(&identity);
     attempt.output("four", Instant::now());
     attempt.output("five5", Instant::now());
-    attempt.other_output(8);
+    attempt.other_output(8, Instant::now());
     drop(attempt);
     assert_eq!(bench.charged(), [0, 0, 5]);
     bench.assert_quiet();

@@ -99,11 +99,11 @@ fn an_answer_is_matched_in_the_next_turn() {
             for part in reply.split_inclusive(' ') {
                 attempt.output(part, Instant::now());
                 // The router records a chunk without output like this.
-                attempt.other_output(0);
+                attempt.other_output(0, Instant::now());
             }
             if is_interrupted {
                 // The next turn omits this reasoning.
-                attempt.other_output(10);
+                attempt.other_output(10, Instant::now());
             }
             attempt.end(AttemptEnd::Finished, Instant::now());
             bench.flush();

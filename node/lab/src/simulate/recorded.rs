@@ -56,9 +56,9 @@ pub struct RecordedFigures {
     /// Share of prompt tokens found in engines' caches, over requests with reports; `None` without
     /// reports.
     pub hit_rate: Option<f64>,
-    /// Time from a parsed request to the first byte of its response, in milliseconds.
+    /// Time from a parsed request to the first token of its stream, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Part of the time to the first byte that was spent waiting for admission and a backend, in
+    /// Part of the time to the first token that was spent waiting for admission and a backend, in
     /// milliseconds.
     pub waited_ms: LatencySummary,
     /// Number of requests of the busiest backend, relative to an even share.

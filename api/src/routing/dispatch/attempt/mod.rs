@@ -10,23 +10,26 @@
 //! ([`HiddenOutput`]). Without a report, the believed prefix counts as cached. An attempt that
 //! never ran costs nothing. A failed one may have run, so it costs its prompt and that estimate.
 
+mod progress;
 mod release;
 mod report;
 mod stages;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use state::Registry;
 use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
 use state::prefix::model_key;
-use state::service::ServiceSample;
+use state::service::LearntPrices;
 use tokio::time::Instant;
 
+use self::progress::ResponseProgress;
 use self::stages::{PrefillStage, Stages};
 use super::Dispatcher;
-use super::hidden_output::HiddenOutput;
+use super::hidden_output::{BackendPace, HiddenOutput};
 use super::output_lengths::ExpectedOutput;
 use super::priced_total::LargestRequest;
 use super::prompt_size::PromptSize;
@@ -65,8 +68,7 @@ pub(in crate::routing) struct OpenAttempt {
     record: Option<Arc<DecisionRecord>>,
     /// Span of the attempt; `None` if it is not traced.
     trace: Option<AttemptTrace>,
-    /// Time of the first byte of the response's body; `None` before.
-    began: Option<Instant>,
+    progress: ResponseProgress,
     /// Properties of output that is not visible while it is generated; `None` if all is visible.
     hidden: Option<HiddenOutput>,
     /// Whether the lease renews the age of all its blocks, not only of those it added.
@@ -188,7 +190,7 @@ impl Dispatcher {
             trial: decision.trial,
             record: decision.record,
             trace: None,
-            began: None,
+            progress: ResponseProgress::default(),
             hidden: None,
             is_touching,
             underway,
@@ -251,39 +253,6 @@ impl Attempt {
         self.open.as_mut()?.trace.as_mut()
     }
 
-    /// Records the first byte of the response's body, which ends the prefill.
-    pub fn first_byte(&mut self, now: Instant) {
-        if let Some(open) = &mut self.open {
-            open.underway.first_byte();
-            open.end_prefill();
-            if open.began.replace(open.began.unwrap_or(now)).is_none()
-                && let Some(trace) = &mut open.trace
-            {
-                trace.first_byte(now);
-            }
-            self.dispatcher
-                .backends
-                .report_answer(open.backend, self.user, now);
-            open.trial = None;
-        }
-    }
-
-    /// Records the time of a stream's first token. Call this only for streams.
-    pub fn first_token(&mut self, now: Instant) {
-        if let Some(open) = &mut self.open {
-            let stopwatch = &mut open.stopwatch;
-            let samples = &self.dispatcher.samples;
-            if open.prefill.is_some() {
-                // The time covers two backends, so only gaps between tokens are counted.
-                stopwatch.first_token(now, &mut ServiceSample::empty(open.backend));
-                return;
-            }
-            samples.add(open.backend, now, |sample| {
-                stopwatch.first_token(now, sample);
-            });
-        }
-    }
-
     /// Sets the properties of output that is not visible while it is generated; `None` if all is
     /// visible.
     pub fn set_hidden_output(&mut self, hidden: Option<HiddenOutput>) {
@@ -311,6 +280,7 @@ impl Attempt {
         if usage.completion_tokens > 0 {
             open.unreported_bytes = 0;
             open.stopwatch.output(now);
+            self.dispatcher.backends.note_output(open.backend.slot, now);
         }
         if open
             .stopwatch
@@ -343,8 +313,9 @@ impl Attempt {
 
     /// Records output that does not continue the prompt, such as further choices, reasoning or tool
     /// calls. Has no effect if `bytes` is 0.
-    pub fn other_output(&mut self, bytes: usize) {
+    pub fn other_output(&mut self, bytes: usize, now: Instant) {
         if let Some(open) = self.open.as_mut().filter(|_| bytes > 0) {
+            self.dispatcher.backends.note_output(open.backend.slot, now);
             open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
             if let Some(reply) = &mut open.reply {
                 reply.interrupt();
@@ -358,6 +329,7 @@ impl Attempt {
         let Some(open) = &mut self.open else { return };
         open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
         open.stopwatch.output(now);
+        self.dispatcher.backends.note_output(open.backend.slot, now);
         if let Some(reply) = &mut open.reply {
             reply.push(text);
         }
@@ -377,6 +349,11 @@ impl Attempt {
     }
 
     fn close(&mut self, end: AttemptEnd, now: Instant) {
+        match end {
+            AttemptEnd::Finished => self.answered(now),
+            AttemptEnd::Broken | AttemptEnd::ClientLeft => self.is_left_unanswered(end, now),
+            AttemptEnd::NotRun | AttemptEnd::Failed => {}
+        }
         let Some(mut open) = self.open.take() else {
             return;
         };
@@ -404,12 +381,6 @@ impl Attempt {
             .reply
             .take()
             .filter(|_| outcome != LeaseOutcome::Discarded);
-        if end == AttemptEnd::Broken && open.began.is_none() {
-            let user = Some(self.user);
-            self.dispatcher
-                .backends
-                .report_no_answer(open.backend, user, now);
-        }
         self.release(open.backend, reply, (open.reply_end(end), outcome));
         self.dispatcher.outbox.with(|outbox| {
             open.charge(&self.dispatcher, outbox, charge);
@@ -524,23 +495,52 @@ impl OpenAttempt {
         let Some(hidden) = self.hidden.filter(|_| !self.waits_for_prompt()) else {
             return 0;
         };
-        let made_by = self.began.filter(|_| hidden.is_whole_at_once);
+        let made_by = self.progress.began.filter(|_| hidden.is_whole_at_once);
         let elapsed = self.at_work(made_by.unwrap_or(now));
-        let running = dispatcher.load.cluster(self.backend, now).running;
-        let service = dispatcher.view.service();
-        let served = service.get(self.backend.slot);
-        let learnt = served.filter(|served| served.backend == self.backend);
-        let learnt = learnt.and_then(|served| served.learnt.as_ref());
-        let tokens = hidden.tokens(elapsed, &self.stopwatch.pace(learnt, running));
+        let tokens = hidden.tokens(elapsed, &self.pace(dispatcher, now));
         match end {
             AttemptEnd::Finished | AttemptEnd::ClientLeft | AttemptEnd::NotRun => tokens,
             AttemptEnd::Broken | AttemptEnd::Failed => {
-                let user = self.charged.user;
-                let usual =
-                    ExpectedOutput::of(&dispatcher.view, user, self.model, hidden.tokens_max);
-                tokens.min(usual.tokens().saturating_mul(hidden.choices.max(1).into()))
+                let usual = self.usual_output(dispatcher, hidden);
+                tokens.min(usual.saturating_mul(hidden.choices.max(1).into()))
             }
         }
+    }
+
+    /// Returns the number of output tokens that a choice of such a request usually has.
+    fn usual_output(&self, dispatcher: &Dispatcher, hidden: HiddenOutput) -> u64 {
+        let user = self.charged.user;
+        ExpectedOutput::of(&dispatcher.view, user, self.model, hidden.tokens_max).tokens()
+    }
+
+    /// Returns the learned prices of the backend; `None` before enough was measured.
+    fn learnt(&self, dispatcher: &Dispatcher) -> Option<LearntPrices> {
+        let service = dispatcher.view.service();
+        let served = service.get(self.backend.slot);
+        served
+            .filter(|served| served.backend == self.backend)?
+            .learnt
+    }
+
+    /// Returns the pace of the backend for this request, as learned so far.
+    fn pace(&self, dispatcher: &Dispatcher, now: Instant) -> BackendPace {
+        let running = dispatcher.load.cluster(self.backend, now).running;
+        let learnt = self.learnt(dispatcher);
+        self.stopwatch.pace(learnt.as_ref(), running)
+    }
+
+    /// Returns the time that the backend usually takes to show something of the response: the first
+    /// token of a stream, or else the last one, as far as its pace was measured.
+    fn usual_time(&self, dispatcher: &Dispatcher, now: Instant) -> Duration {
+        let pace = self.pace(dispatcher, now);
+        let is_measured = self
+            .learnt(dispatcher)
+            .is_some_and(|learnt| learnt.gaps > 0);
+        let hidden = self.hidden.filter(|_| is_measured);
+        let tokens = hidden.map_or(0, |hidden| self.usual_output(dispatcher, hidden));
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        pace.first_token
+            .saturating_add(pace.gap.saturating_mul(tokens))
     }
 
     /// Returns the part of `usage` that is not charged yet. If the engine reports no cached tokens,

@@ -1,9 +1,11 @@
 //! Reports the outcome of an attempt: to its decision record, the trace, the metrics and the
 //! samples.
 
+use std::time::Duration;
+
 use tokio::time::Instant;
 
-use super::OpenAttempt;
+use super::{Attempt, OpenAttempt};
 use crate::routing::AttemptEnd;
 use crate::routing::decide::decision_record::AttemptReport;
 use crate::routing::dispatch::Dispatcher;
@@ -11,6 +13,35 @@ use crate::routing::dispatch::predictions::Prediction;
 use crate::routing::dispatch::reply::ReplyEnd;
 use crate::routing::dispatch::samples::{EndedRequest, RunningRequests};
 use crate::traces::TracedEnd;
+
+/// Minimum time after which a client that leaves without any output shows that the engine may hang.
+const SUSPICIOUS_WAIT: Duration = Duration::from_secs(1);
+/// Number of times that such a client must have waited as long as the engine usually takes.
+const USUAL_WAITS: u32 = 2;
+
+impl Attempt {
+    /// Reports an attempt that ends without an answer to the circuit of its backend: a timeout, or a
+    /// client that has left. Clients leave for many reasons, so they count only if they have waited
+    /// for clearly longer than usual while the engine had no output for anyone and another one had.
+    /// An engine that hangs is noticed thus although no client waits until the timeout.
+    pub(super) fn is_left_unanswered(&self, end: AttemptEnd, now: Instant) {
+        let Some(open) = self.open.as_ref().filter(|open| !open.progress.is_answered) else {
+            return;
+        };
+        let backends = &self.dispatcher.backends;
+        if end == AttemptEnd::ClientLeft {
+            let waited = open.stopwatch.elapsed(now);
+            let usual = open.usual_time(&self.dispatcher, now);
+            let is_long = waited >= SUSPICIOUS_WAIT && waited >= usual.saturating_mul(USUAL_WAITS);
+            let since = now - waited;
+            let is_single = open.prefill.is_none();
+            if !is_long || !is_single || !backends.is_outdone(open.backend.slot, since) {
+                return;
+            }
+        }
+        backends.report_no_answer(open.backend, Some(self.user), now);
+    }
+}
 
 impl OpenAttempt {
     /// Returns how the response ended, with its token count if the engine's count covers all of it.
@@ -64,7 +95,10 @@ impl OpenAttempt {
             end,
             usage: self.usage,
             charged: [charged.input_uncached, charged.input_cached, charged.output],
-            first_byte: self.began.map(|began| self.stopwatch.elapsed(began)),
+            first_token: self
+                .progress
+                .first_token
+                .map(|at| self.stopwatch.elapsed(at)),
             duration: self.stopwatch.elapsed(now),
         });
     }
