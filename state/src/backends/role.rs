@@ -1,12 +1,13 @@
 //! The stage of a request that a backend computes: prefill, decode, or both.
 
-use std::collections::BTreeMap;
-
+use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Stage of a request that a backend computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackendRole {
     /// Whole requests.
@@ -17,9 +18,6 @@ pub enum BackendRole {
     /// Responses, to prompts computed elsewhere or here.
     Decode,
 }
-
-/// Label that encodes the role. Builds without roles treat it as any other label (ADR 0028).
-const ROLE_LABEL: &str = "quorate.role";
 
 impl BackendRole {
     /// All roles.
@@ -33,31 +31,5 @@ impl BackendRole {
             Self::Prefill => "prefill",
             Self::Decode => "decode",
         }
-    }
-
-    /// Whether a label encodes a role.
-    pub(super) fn is_label(name: &str, value: &str) -> bool {
-        name == ROLE_LABEL && Self::of_label(value).is_some()
-    }
-
-    /// Adds the label of the role to encoded labels, except for `both`.
-    pub(super) fn put_into(self, labels: &mut BTreeMap<String, String>) {
-        if self != Self::Both {
-            labels.insert(ROLE_LABEL.to_owned(), self.label().to_owned());
-        }
-    }
-
-    /// Removes the role's label from encoded labels and returns the role. Keeps other values.
-    pub(super) fn take_from(labels: &mut BTreeMap<String, String>) -> Self {
-        let Some(role) = labels.get(ROLE_LABEL).and_then(|it| Self::of_label(it)) else {
-            return Self::Both;
-        };
-        labels.remove(ROLE_LABEL);
-        role
-    }
-
-    fn of_label(value: &str) -> Option<Self> {
-        let roles = [Self::Prefill, Self::Decode];
-        roles.into_iter().find(|role| role.label() == value)
     }
 }

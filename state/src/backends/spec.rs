@@ -2,9 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use bincode::de::Decoder;
-use bincode::enc::Encoder;
-use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -20,7 +17,7 @@ const LIST_ENTRIES_MAX: usize = 256;
 const ENGINE_MODELS_MAX: usize = 4096;
 
 /// Description of a backend by an operator or a discovery source.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendSpec {
     /// Id of the backend: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
@@ -105,8 +102,6 @@ impl BackendSpec {
             "at most 256 labels",
         )?;
         for (name, value) in &self.labels {
-            let is_role = BackendRole::is_label(name, value);
-            ensure(!is_role, "labels", "the field role in place of this label")?;
             ensure(is_name(name), "labels", "label names of 1 to 256 bytes")?;
             let field = format!("labels.{name}");
             ensure(value.len() <= NAME_BYTES_MAX, &field, "at most 256 bytes")?;
@@ -132,45 +127,6 @@ impl BackendSpec {
         Ok(())
     }
 }
-
-// The encoding predates roles: the bytes of a backend for whole requests are unchanged, and any
-// other role is written as a label.
-impl Encode for BackendSpec {
-    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
-        self.id.encode(encoder)?;
-        self.url.encode(encoder)?;
-        self.models.encode(encoder)?;
-        if self.role == BackendRole::Both {
-            self.labels.encode(encoder)?;
-        } else {
-            let mut labels = self.labels.clone();
-            self.role.put_into(&mut labels);
-            labels.encode(encoder)?;
-        }
-        self.capacity_blocks.encode(encoder)?;
-        self.kv_events.encode(encoder)?;
-        self.kv_replay.encode(encoder)
-    }
-}
-
-impl<C> Decode<C> for BackendSpec {
-    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
-        let mut spec = Self {
-            id: Decode::decode(decoder)?,
-            url: Decode::decode(decoder)?,
-            models: Decode::decode(decoder)?,
-            labels: Decode::decode(decoder)?,
-            capacity_blocks: Decode::decode(decoder)?,
-            kv_events: Decode::decode(decoder)?,
-            kv_replay: Decode::decode(decoder)?,
-            role: BackendRole::Both,
-        };
-        spec.role = BackendRole::take_from(&mut spec.labels);
-        Ok(spec)
-    }
-}
-
-bincode::impl_borrow_decode!(BackendSpec);
 
 impl EngineFacts {
     /// Whether all fields are within their bounds.
@@ -330,10 +286,6 @@ mod tests {
                 kv_events: Some(String::new()),
                 ..spec()
             },
-            BackendSpec {
-                labels: one("quorate.role", "prefill"),
-                ..spec()
-            },
         ]
         .map(|spec| spec.validate().unwrap_err().to_string())
         .join("\n");
@@ -347,42 +299,9 @@ mod tests {
             labels: label names of 1 to 256 bytes
             labels.zone: at most 256 bytes
             capacity_blocks: at least 1
-            kv_events: an endpoint of 1 to 256 bytes
-            labels: the field role in place of this label"#]]
+            kv_events: an endpoint of 1 to 256 bytes"#]]
         .assert_eq(&faults);
         assert_eq!(spec().validate(), Ok(()));
-    }
-
-    #[test]
-    fn role_cannot_be_given_as_a_label() {
-        use crate::encoding;
-
-        let read = |spec: &BackendSpec| {
-            let bytes = encoding::to_bytes(spec);
-            encoding::from_bytes::<BackendSpec, 4096>(&bytes).unwrap()
-        };
-        let label = |value: &str| BTreeMap::from([("quorate.role".to_owned(), value.to_owned())]);
-        for role in BackendRole::ALL {
-            let spec = BackendSpec { role, ..spec() };
-            assert_eq!(read(&spec), spec);
-            assert_eq!(spec.validate(), Ok(()));
-        }
-        // An earlier build decodes the role as this label.
-        let labelled = BackendSpec {
-            labels: label("decode"),
-            ..spec()
-        };
-        let decoding = BackendSpec {
-            role: BackendRole::Decode,
-            ..spec()
-        };
-        assert_eq!(encoding::to_bytes(&labelled), encoding::to_bytes(&decoding));
-        assert_eq!(read(&labelled), decoding);
-        let other = BackendSpec {
-            labels: label("both"),
-            ..spec()
-        };
-        assert_eq!((read(&other), other.validate()), (other.clone(), Ok(())));
     }
 
     #[test]

@@ -95,7 +95,7 @@ kind = "file"
 id = "file"
 kind = "file"
 path = "/x"
-labels = { "quorate.role" = "prefill" }
+labels = { zone = "x" }
 kv_events_port = 5557
 port = 8000
 [[discovery]]
@@ -123,7 +123,6 @@ kv_replay_port = 1
             18:8: discovery[4].name is "_http._tcp.engines:80" (expected a name of service records, such as "_http._tcp.engines.internal")
             19:1: discovery[5].path is not set (expected path for this kind)
             22:6: discovery[6].id is "file", as is discovery[5].id (expected each id once)
-            25:10: discovery[6].labels is out of bounds (expected the field role in place of this label)
             26:18: discovery[6].kv_events_port is set, and kind is "file" (expected it where kind is dns or kubernetes)
             26:18: discovery[6].kv_events_port without a tokenizer (expected a [[models]] entry with another tokenizer than "character": KV events contain token ids)
             27:8: discovery[6].port is set, and kind is "file" (expected it where kind is kubernetes)
