@@ -23,7 +23,6 @@ async fn ask(at: &Addresses, secret: &str) -> (u16, Value) {
 async fn an_api_key_works_and_ends_on_all_replicas() {
     let (dir, _engines, mut replicas, http, at) = started(3, 1).await;
 
-    // Refused until every member is known to decode it.
     let made = tokio::sync::Mutex::new(Vec::new());
     let is_made = async || {
         let url = format!("http://{}/admin/v1/keys", at[0].admin);
@@ -89,7 +88,6 @@ async fn a_budget_spent_on_one_replica_is_spent_on_all() {
 
     let user = format!("http://{}/admin/v1/users/ada", at[1].admin);
     let budget = json!({ "budget": { "day": 1 } });
-    // Refused until every member is known to decode it.
     let is_set = async || http.send(Method::PUT, &user, &budget).await.0 == StatusCode::OK;
     until("ada has a budget", is_set).await;
     let keys = format!("http://{}/admin/v1/keys", at[0].admin);
@@ -164,7 +162,6 @@ async fn user_defaults_apply_on_all_replicas_and_after_a_restart() {
 
     let defaults = format!("http://{}/admin/v1/users/defaults", at[1].admin);
     let one_token = json!({ "weight_milli": 500, "budget": { "day": 1 } });
-    // Refused until every member is known to decode it.
     let is_set = async || http.send(Method::PUT, &defaults, &one_token).await.0 == StatusCode::OK;
     until("the defaults are set", is_set).await;
     let keys = format!("http://{}/admin/v1/keys", at[0].admin);

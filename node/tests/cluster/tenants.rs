@@ -35,8 +35,7 @@ async fn ask(http: &Http, at: &Addresses, user: &str, number: usize) -> Seen {
     }
 }
 
-/// Sets the users' cache scopes, once all members are known to decode them, and waits until all
-/// replicas know them and their engines.
+/// Sets the users' cache scopes, and waits until all replicas know them and their engines.
 async fn set_scopes(http: &Http, at: &[Addresses], scopes: &[(&str, Value)]) {
     for (user, scope) in scopes {
         let url = format!("http://{}/admin/v1/users/body:{user}", at[0].admin);

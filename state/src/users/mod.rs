@@ -5,8 +5,8 @@
 //! output tokens) / weight`. A user who arrives with nothing waiting is lifted to the lowest
 //! counter among users waiting for admission or, if none waits, to the counter of the user who last
 //! stopped waiting or was dispatched. Idling therefore earns no credit. Before any user has waited,
-//! the lift takes the lowest counter among users with requests
-//! in flight or, if there are none, the counter at which the last user became idle.
+//! the lift takes the lowest counter among users with requests in flight or, if there are none, the
+//! counter at which the last user became idle.
 //!
 //! Charges report who waits (`queued`, `dequeued`), so users waiting at one replica count at all of
 //! them. docs/internals/fairness.md explains why waiting counts and being in flight does not.

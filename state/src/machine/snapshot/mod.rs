@@ -4,10 +4,10 @@
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Large
-//! parts (users, leases, API keys, KV-event state, a restore in progress) are split
-//! into sections of bounded size. Every other part, such as config, backends or audit, has one. An
-//! end section closes the list. Ownership follows in a format of its own
-//! (state/src/ownership/snapshot.rs), up to the end of the stream.
+//! parts (users, leases, API keys, KV-event state, a restore in progress) are split into sections
+//! of bounded size. Every other part, such as config, backends or audit, has one. An end section
+//! closes the list. Ownership follows in a format of its own (state/src/ownership/snapshot.rs), up
+//! to the end of the stream.
 //!
 //! A length allocates no memory before its bytes have arrived.
 //!
