@@ -378,10 +378,18 @@ fn policies_declare_their_inputs() {
         .filter(|policy| policy.needs() != PolicyInputs::default())
         .map(PolicyConfig::name)
         .collect();
-    assert_eq!(
-        needs,
-        ["cost", "chwbl", "session", "round-robin", "vtc-basic"]
-    );
+    let declared = [
+        "cost",
+        "least-request",
+        "chwbl",
+        "session",
+        "power-of-two",
+        "round-robin",
+        "random",
+        "least-kv",
+        "vtc-basic",
+    ];
+    assert_eq!(needs, declared);
 }
 
 #[test]
