@@ -18,7 +18,6 @@ use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origi
 use state::ids::{
     AttemptId, BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 use state::outputs::{Boundaries, Histogram};
 use state::policy::{CostSettings, PolicyConfig};
 use state::service::ServiceSample;
@@ -213,34 +212,9 @@ fn forming(out: &mut impl Write) -> io::Result<()> {
         let find = nanos(1_000_000, |at| {
             black_box(boundaries.bin_of(lengths[at as usize % lengths.len()]));
         });
-        let mut queues = BinQueues::new(bins);
-        for (at, tokens) in lengths.iter().enumerate() {
-            queues.push(
-                boundaries.bin_of(*tokens),
-                BinnedRequest {
-                    arrived_ms: at as u64,
-                    tokens: u64::from(*tokens),
-                    item: at,
-                },
-            );
-        }
-        let rule = SelectionRule {
-            selection: BinSelection::RoundRobin,
-            age_ms_max: u32::MAX,
-        };
-        let room = BatchRoom {
-            requests: 8,
-            tokens: None,
-        };
-        let mut formed = 0;
-        let start = Instant::now();
-        while black_box(queues.form(0, &rule, &room)).is_some() {
-            formed += 1;
-        }
-        let form = start.elapsed().as_secs_f64() * 1e9 / f64::from(formed);
         writeln!(
             out,
-            "  {bins:>2} bins: boundaries {make:.0} ns, bin {find:.1} ns, batch of 8 {form:.0} ns"
+            "  {bins:>2} bins: boundaries {make:.0} ns, bin {find:.1} ns"
         )?;
     }
     Ok(())

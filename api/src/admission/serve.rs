@@ -223,17 +223,8 @@ impl Admission {
             let (next, asked) = self.next(line, gate, look);
             match next {
                 Next::Go(waiting) => {
-                    let least = self.least(line, gate, &waiting, look);
-                    let figures = self.counters(look.pricing).figures(waiting.user);
-                    // The order uses this figure, as does `least`.
-                    let own_milli = match look.rules.order {
-                        Order::Lcf => figures.served_milli,
-                        _ => figures.counter_milli,
-                    };
-                    let peak = &mut pace.peak;
-                    peak.gap_milli = peak.gap_milli.max(own_milli.saturating_sub(least));
-                    peak.in_flight = peak.in_flight.max(figures.in_flight);
-                    self.go(line, &waiting, asked, look);
+                    self.observe_gap(line, (gate, pace), &waiting, look);
+                    self.go(line, (gate, pace), &waiting, asked, look);
                 }
                 Next::Held { .. } => {
                     self.metrics.gate_closed.inc();
@@ -404,9 +395,35 @@ impl Admission {
         here.into_iter().chain(elsewhere).min().unwrap_or(u64::MAX)
     }
 
+    /// Records how far the user of `waiting`, whose request goes, is ahead of those who wait.
+    fn observe_gap(
+        &self,
+        line: &mut ModelQueue,
+        (gate, pace): (&Gate, &mut ServiceRate),
+        waiting: &QueuedRequest,
+        look: &QueueScan,
+    ) {
+        let least = self.least(line, gate, waiting, look);
+        let figures = self.counters(look.pricing).figures(waiting.user);
+        // The order uses this figure, as does `least`.
+        let own_milli = match look.rules.order {
+            Order::Lcf => figures.served_milli,
+            Order::Vtc
+            | Order::VtcMaxFair
+            | Order::VtcPred
+            | Order::Dlpm
+            | Order::Rpm
+            | Order::Fcfs => figures.counter_milli,
+        };
+        let peak = &mut pace.peak;
+        peak.gap_milli = peak.gap_milli.max(own_milli.saturating_sub(least));
+        peak.in_flight = peak.in_flight.max(figures.in_flight);
+    }
+
     fn go(
         &self,
         line: &mut ModelQueue,
+        (gate, pace): (&mut Gate, &mut ServiceRate),
         waiting: &QueuedRequest,
         asked: Option<Result<Placed, PlaceRejection>>,
         look: &QueueScan,
@@ -428,14 +445,17 @@ impl Admission {
         let tokens_per_block = entry.ask().identity.tail.tokens_per_block;
         self.settle(entry, asked, look.now);
         if let Some(backend) = backend {
-            self.fill(line, waiting, (backend.slot, tokens_per_block), look);
+            let to = (backend.slot, tokens_per_block);
+            self.fill(line, (gate, pace), waiting, to, look);
         }
     }
 
-    /// Dispatches more requests of the bin of `first` to its backend, by arrival, as room allows.
+    /// Dispatches more requests of the bin of `first` to its backend, in the queue's order, as long
+    /// as the next one fits.
     fn fill(
         &self,
         line: &mut ModelQueue,
+        (gate, pace): (&mut Gate, &mut ServiceRate),
         first: &QueuedRequest,
         to: (Slot, u32),
         look: &QueueScan,
@@ -444,31 +464,39 @@ impl Admission {
         let tokens = |waiting: &QueuedRequest| {
             u64::from(waiting.input_tokens) + u64::from(waiting.predicted_output)
         };
-        let is_like = |waiting: &&QueuedRequest| {
-            (waiting.priority, waiting.bin) == (first.priority, first.bin)
-        };
-        let mut alike: Vec<QueuedRequest> = line.queue.iter().filter(is_like).copied().collect();
-        alike.sort_unstable_by_key(|waiting| (waiting.arrived_ms, waiting.ticket));
-        let room = self
+        let mut room = self
             .decider
             .batch_room(slot, tokens(first), tokens_per_block);
-        alike.truncate(room.take(alike.iter().map(tokens)));
         let others = self.decider.slots_but(slot);
-        for waiting in alike {
-            let Some(entry) = line.entries.get(&waiting.ticket) else {
-                continue;
-            };
-            let ask = RoutingRequest {
-                room: Room::Here,
-                ..entry.candidate.ask(&others)
-            };
-            let began = entry.candidate.is_traced().then(Instant::now);
-            if let Ok(placed) = self.shares.place(&self.decider, &ask, look.now) {
-                let placed = (placed, DecisionTimes::since(began));
-                line.queue.take(waiting.ticket, look.now_ms);
-                if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                    self.settle(entry, Ok(placed), look.now);
+        let counters = self.counters(look.pricing);
+        loop {
+            let ModelQueue { queue, entries, .. } = &mut *line;
+            let mut placed = None;
+            let next = queue.next_alike(first, look.now_ms, &counters, gate, |waiting| {
+                let Some(entry) = entries.get(&waiting.ticket) else {
+                    return DispatchVerdict::Skip;
+                };
+                if !room.fits(tokens(waiting)) {
+                    return DispatchVerdict::Stop;
                 }
+                let ask = RoutingRequest {
+                    room: Room::Here,
+                    ..entry.candidate.ask(&others)
+                };
+                let began = entry.candidate.is_traced().then(Instant::now);
+                match self.shares.place(&self.decider, &ask, look.now) {
+                    Ok(at) => placed = Some((at, DecisionTimes::since(began))),
+                    Err(_) => return DispatchVerdict::Skip,
+                }
+                DispatchVerdict::Go
+            });
+            let (Some(waiting), Some(placed)) = (next, placed) else {
+                return;
+            };
+            room.take(tokens(&waiting));
+            self.observe_gap(line, (gate, pace), &waiting, look);
+            if let Some(entry) = line.entries.remove(&waiting.ticket) {
+                self.settle(entry, Ok(placed), look.now);
             }
         }
     }

@@ -5,10 +5,9 @@ use std::collections::VecDeque;
 
 use proptest::prelude::*;
 
-use super::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule, fits};
+use super::batch::fits;
 use super::literal;
 use super::*;
-use crate::settings::BinSelection;
 
 const USER: UserKey = UserKey(1);
 const MODEL: ModelKey = ModelKey(2);
@@ -274,95 +273,7 @@ proptest! {
     }
 }
 
-// Algorithms 3 and 5.
-
-fn rule(selection: BinSelection) -> SelectionRule {
-    SelectionRule {
-        selection,
-        age_ms_max: 5_000,
-    }
-}
-
-/// Bins of candidates with these tokens. Items are numbered across all bins, and so are arrivals.
-fn bins_of(tokens: &[&[u64]]) -> BinQueues<usize> {
-    let mut bins = BinQueues::new(tokens.len() as u16);
-    let mut item = 0;
-    for (bin, tokens) in tokens.iter().enumerate() {
-        for tokens in *tokens {
-            let arrived_ms = item as u64;
-            bins.push(
-                bin as u16,
-                BinnedRequest {
-                    arrived_ms,
-                    tokens: *tokens,
-                    item,
-                },
-            );
-            item += 1;
-        }
-    }
-    bins
-}
-
-/// Forms batches until none can be formed. Returns them as bins and items.
-fn batches(
-    bins: &mut BinQueues<usize>,
-    now_ms: u64,
-    selection: BinSelection,
-    room: BatchRoom,
-) -> Vec<(u16, Vec<usize>)> {
-    std::iter::from_fn(|| bins.form(now_ms, &rule(selection), &room))
-        .map(|batch| {
-            (
-                batch.bin,
-                batch.candidates.iter().map(|it| it.item).collect(),
-            )
-        })
-        .collect()
-}
-
-const ROOM: BatchRoom = BatchRoom {
-    requests: 2,
-    tokens: Some(100),
-};
-
-#[test]
-fn bins_are_served_round_robin() {
-    let mut bins = bins_of(&[&[10; 3], &[], &[10; 1], &[10; 2]]);
-    let formed = batches(&mut bins, 10, BinSelection::RoundRobin, ROOM);
-    assert_eq!(
-        formed,
-        [(0, vec![0, 1]), (2, vec![3]), (3, vec![4, 5]), (0, vec![2])]
-    );
-    assert!(bins.is_empty());
-}
-
-#[test]
-fn the_longest_queue_is_served_first() {
-    let mut bins = bins_of(&[&[10; 3], &[10; 4], &[10; 4]]);
-    let formed = batches(&mut bins, 10, BinSelection::LongestQueue, ROOM);
-    let order: Vec<u16> = formed.iter().map(|(bin, _)| *bin).collect();
-    assert_eq!(order, [1, 2, 0, 1, 2, 0], "of equals the first");
-}
-
-#[test]
-fn requests_without_room_keep_their_place_at_the_front() {
-    let mut bins = bins_of(&[&[60, 50, 10, 90]]);
-    let formed = batches(&mut bins, 10, BinSelection::RoundRobin, ROOM);
-    assert_eq!(formed, [(0, vec![0]), (0, vec![1, 2]), (0, vec![3])]);
-}
-
-#[test]
-fn an_old_request_precedes_its_bins_turn() {
-    let mut bins = bins_of(&[&[10], &[10; 50]]);
-    let select = |bins: &mut BinQueues<usize>, now_ms| {
-        let rule = rule(BinSelection::LongestQueue);
-        bins.form(now_ms, &rule, &ROOM).map(|batch| batch.bin)
-    };
-    assert_eq!(select(&mut bins, 4_999), Some(1));
-    assert_eq!(select(&mut bins, 5_000), Some(0));
-    assert_eq!(select(&mut bins, 5_000), Some(1));
-}
+// Algorithms 3 and 5, as written. `admission/tests/queue.rs` tests this implementation.
 
 #[test]
 fn the_literal_longest_queue_starves_a_short_one() {
@@ -382,55 +293,4 @@ fn the_literal_form_stops_forever_at_an_oversize_request() {
     // This implementation rejects the request on arrival.
     assert!(!fits(101, Some(100)));
     assert!(fits(100, Some(100)) && fits(u64::MAX, None));
-}
-
-#[test]
-fn changed_boundaries_keep_the_order_of_arrival() {
-    let mut bins = bins_of(&[&[10; 2], &[10; 2], &[10; 2]]);
-    bins.rebin(2, |item| (item % 2) as u16);
-    bins.remove(|item| *item == 2);
-    assert_eq!(bins.waiting(), [2, 3]);
-    let room = BatchRoom {
-        requests: 9,
-        tokens: None,
-    };
-    let formed = batches(&mut bins, 10, BinSelection::RoundRobin, room);
-    assert_eq!(formed, [(0, vec![0, 4]), (1, vec![1, 3, 5])]);
-}
-
-proptest! {
-    #[test]
-    fn batches_take_consecutive_requests_of_one_bin_that_fit(
-        pushes in prop::collection::vec((0_u16..5, 1_u64..=100), 1..100),
-        is_round_robin: bool,
-        requests in 1_u32..10,
-        capacity in 100_u64..300,
-    ) {
-        let mut bins = BinQueues::new(4);
-        let mut waiting = vec![VecDeque::new(); 4];
-        for (at, (bin, tokens)) in pushes.iter().enumerate() {
-            let candidate = BinnedRequest { arrived_ms: at as u64, tokens: *tokens, item: at };
-            bins.push(*bin, candidate);
-            waiting[usize::from(*bin).min(3)].push_back((at, *tokens));
-        }
-        let selection = if is_round_robin {
-            BinSelection::RoundRobin
-        } else {
-            BinSelection::LongestQueue
-        };
-        let room = BatchRoom { requests, tokens: Some(capacity) };
-        while let Some(batch) = bins.form(0, &rule(selection), &room) {
-            let bin = &mut waiting[usize::from(batch.bin)];
-            let mut sum = 0;
-            for candidate in &batch.candidates {
-                prop_assert_eq!(bin.pop_front(), Some((candidate.item, candidate.tokens)));
-                sum += candidate.tokens;
-            }
-            prop_assert!(sum <= capacity && batch.candidates.len() <= requests as usize);
-            // The batch contains as many requests as fit.
-            let is_full = batch.candidates.len() == requests as usize;
-            prop_assert!(is_full || bin.front().is_none_or(|next| sum + next.1 > capacity));
-        }
-        prop_assert!(bins.is_empty() && waiting.iter().all(VecDeque::is_empty));
-    }
 }

@@ -1,5 +1,4 @@
-//! Requests that wait at one replica for an engine, in the order of production code: with its queue
-//! and gate for continuous batching, with its bins for static batching.
+//! Requests that wait at one replica for an engine, with the queue and the gate of production code.
 //!
 //! This module replaces only the code of `api::admission` around those parts: it assigns tickets,
 //! and measures the inputs of the gate's slack.
@@ -7,11 +6,10 @@
 use std::collections::BTreeMap;
 
 use state::admission::{
-    AdmissionSettings, Backlog, Batching, CODEL_INTERVAL_MS, Counters, DispatchVerdict, Expired,
-    Gate, Next, Pricing, Queue, QueueRejection, QueueSettings, QueuedRequest, slack_tokens,
+    Backlog, Batching, CODEL_INTERVAL_MS, Counters, DispatchVerdict, Expired, Gate, Next, Pricing,
+    Queue, QueueRejection, QueueSettings, QueuedRequest, slack_tokens,
 };
 use state::ids::{ReplicaId, Ticket};
-use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 
 use super::clock::unix_ms;
 use super::events::Micros;
@@ -26,10 +24,16 @@ const RATE_WINDOW: Micros = 10_000_000;
 
 /// Queue of the requests that wait at one replica.
 pub struct SimQueue {
-    settings: AdmissionSettings,
+    /// Number of bins.
+    bins: u16,
     lag_ms: u64,
     replicas: u64,
-    line: QueueKind,
+    queue: Queue,
+    /// Numbers of the waiting requests by ticket.
+    requests: BTreeMap<Ticket, usize>,
+    /// First request of the static batch that is being formed; `None` between batches.
+    batch: Option<QueuedRequest>,
+    is_static: bool,
     gate: Gate,
     last_ticket: u64,
     /// Highest price of a request that arrived at this replica.
@@ -44,15 +48,6 @@ pub struct SimQueue {
     is_held: bool,
     /// Time at which the response time is measured next.
     next_measure: Micros,
-}
-
-enum QueueKind {
-    Ordered {
-        queue: Box<Queue>,
-        /// Numbers of the waiting requests by ticket.
-        requests: BTreeMap<Ticket, usize>,
-    },
-    Batches(BinQueues<usize>),
 }
 
 /// A request that enters the queue.
@@ -86,18 +81,14 @@ impl SimQueue {
             target_ms: u64::try_from(plan.codel_target.as_millis()).unwrap_or(u64::MAX),
             ..QueueSettings::of(settings, pricing)
         };
-        let line = match settings.batching {
-            Batching::Continuous => QueueKind::Ordered {
-                queue: Box::new(Queue::new(rules)),
-                requests: BTreeMap::new(),
-            },
-            Batching::Static => QueueKind::Batches(BinQueues::new(settings.bins)),
-        };
         Self {
-            settings: settings.clone(),
+            bins: settings.bins,
             lag_ms: LAG_MS + lag / 1000,
             replicas: plan.replicas.into(),
-            line,
+            queue: Queue::new(rules),
+            requests: BTreeMap::new(),
+            batch: None,
+            is_static: settings.batching == Batching::Static,
             gate: Gate::default(),
             last_ticket: 0,
             largest: 0,
@@ -122,48 +113,25 @@ impl SimQueue {
         let now_ms = guest.waiting.arrived_ms;
         self.last_ticket += 1;
         let ticket = Ticket(self.last_ticket);
-        match &mut self.line {
-            QueueKind::Ordered { queue, requests } => {
-                let waiting = QueuedRequest {
-                    ticket,
-                    ..guest.waiting
-                };
-                queue.push(waiting, now_ms, counters, &self.gate)?;
-                requests.insert(ticket, guest.request);
-            }
-            QueueKind::Batches(bins) => {
-                let QueuedRequest {
-                    input_tokens,
-                    predicted_output,
-                    bin,
-                    ..
-                } = guest.waiting;
-                let candidate = BinnedRequest {
-                    arrived_ms: now_ms,
-                    tokens: u64::from(input_tokens) + u64::from(predicted_output),
-                    item: guest.request,
-                };
-                bins.push(bin, candidate);
-            }
-        }
+        let waiting = QueuedRequest {
+            ticket,
+            ..guest.waiting
+        };
+        self.queue.push(waiting, now_ms, counters, &self.gate)?;
+        self.requests.insert(ticket, guest.request);
         Ok(ticket)
     }
 
     /// Removes a request whose client has left.
     pub fn left(&mut self, ticket: Ticket, now: Micros) {
-        if let QueueKind::Ordered { queue, requests } = &mut self.line {
-            queue.left(ticket, unix_ms(now));
-            requests.remove(&ticket);
-        }
+        self.queue.left(ticket, unix_ms(now));
+        self.requests.remove(&ticket);
     }
 
     /// Removes the requests that have waited too long and returns their numbers.
     pub fn expire(&mut self, now: Micros) -> Vec<usize> {
-        let QueueKind::Ordered { queue, requests } = &mut self.line else {
-            return Vec::new();
-        };
-        let expired = queue.expire(unix_ms(now)).into_iter();
-        let mut request = |it: Expired| requests.remove(&it.waiting.ticket);
+        let expired = self.queue.expire(unix_ms(now)).into_iter();
+        let mut request = |it: Expired| self.requests.remove(&it.waiting.ticket);
         expired
             .map(|it| request(it).expect("who waits is known"))
             .collect()
@@ -172,37 +140,34 @@ impl SimQueue {
     /// Measures the response time of the engines by Little's law, if due. `running` returns the
     /// number of this replica's running requests.
     pub fn measure(&mut self, now: Micros, running: impl FnOnce() -> u64) {
-        let QueueKind::Ordered { queue, .. } = &mut self.line else {
-            return;
-        };
         if now < self.next_measure {
             return;
         }
         self.next_measure = now + CODEL_INTERVAL_MS * 1000;
-        if let Some(rate_milli @ 1..) = queue.forecast(unix_ms(now)).rate_milli {
-            queue.set_service_ms(running() * 1_000_000 / rate_milli);
+        if let Some(rate_milli @ 1..) = self.queue.forecast(unix_ms(now)).rate_milli {
+            self.queue
+                .set_service_ms(running() * 1_000_000 / rate_milli);
         }
     }
 
-    /// Returns the expected time until the queue is empty, in milliseconds; 0 for static batching.
+    /// Returns the expected time until the queue is empty, in milliseconds.
     #[must_use]
     pub fn drain_ms(&self, now: Micros) -> u64 {
-        match &self.line {
-            QueueKind::Ordered { queue, .. } => queue.forecast(unix_ms(now)).drain_ms,
-            QueueKind::Batches(_) => 0,
-        }
+        self.queue.forecast(unix_ms(now)).drain_ms
     }
 
-    /// Admits the next request if an engine has room and no other replica has precedence. Supports
-    /// only continuous batching.
+    /// Begins a static batch: [`SimQueue::next`] then admits requests of one bin.
+    pub fn begin_batch(&mut self) {
+        self.batch = None;
+    }
+
+    /// Admits the next request if an engine has room and no other replica has precedence. With static
+    /// batching, the next one of the batch.
     pub fn next(&mut self, now: Micros, replica: &SimReplica, has_room: bool) -> NextAdmission {
         if !has_room && !self.is_held {
             return NextAdmission::Nobody; // Nothing to tell the gate either.
         }
         let slack = self.slack(now, replica.priced_tokens());
-        let QueueKind::Ordered { queue, requests } = &mut self.line else {
-            return NextAdmission::Nobody;
-        };
         self.gate.set_slack(slack);
         self.slack_most = self.slack_most.max(slack);
         let verdict = if has_room {
@@ -210,43 +175,25 @@ impl SimQueue {
         } else {
             DispatchVerdict::Stop
         };
-        let next = queue.next(unix_ms(now), &replica.counters(), &mut self.gate, |_| {
-            verdict
-        });
+        let (now_ms, counters, gate) = (unix_ms(now), replica.counters(), &mut self.gate);
+        let next = match &self.batch {
+            Some(first) => {
+                let next = (self.queue).next_alike(first, now_ms, &counters, gate, |_| verdict);
+                next.map_or(Next::NoRoom, Next::Go)
+            }
+            None => self.queue.next(now_ms, &counters, gate, |_| verdict),
+        };
         self.is_held = matches!(next, Next::Held { .. });
         match next {
             Next::Go(waiting) => {
-                let request = requests.remove(&waiting.ticket);
+                if self.is_static {
+                    self.batch.get_or_insert(waiting);
+                }
+                let request = self.requests.remove(&waiting.ticket);
                 NextAdmission::Go(request.expect("who waits is known"))
             }
             Next::Held { retry_ms } => NextAdmission::Held(retry_ms * 1000),
             Next::NoRoom | Next::Empty => NextAdmission::Nobody,
-        }
-    }
-
-    /// Forms a batch of at most `requests` requests for an idle engine, as production code does
-    /// ([`BinQueues::form`]). Supports only static batching.
-    pub fn form_batch(&mut self, now: Micros, requests: u32) -> Vec<usize> {
-        let QueueKind::Batches(bins) = &mut self.line else {
-            return Vec::new();
-        };
-        let rule = SelectionRule {
-            selection: self.settings.bin_selection,
-            age_ms_max: self.settings.bin_max_age_ms,
-        };
-        let room = BatchRoom {
-            requests,
-            tokens: None,
-        };
-        let batch = bins.form(unix_ms(now), &rule, &room);
-        let candidates = batch.into_iter().flat_map(|batch| batch.candidates);
-        candidates.map(|candidate| candidate.item).collect()
-    }
-
-    /// Reassigns waiting requests to the bins that `bin_of` returns.
-    pub fn rebin(&mut self, bin_of: impl Fn(&usize) -> u16) {
-        if let QueueKind::Batches(bins) = &mut self.line {
-            bins.rebin(self.settings.bins, bin_of);
         }
     }
 
@@ -259,11 +206,7 @@ impl SimQueue {
             self.rate = (priced - before) * 1_000_000 / age;
             self.window = (now, priced);
         }
-        let here = match &self.line {
-            QueueKind::Ordered { queue, .. } => queue.users_len(),
-            QueueKind::Batches(_) => 0,
-        };
-        let users = u32::try_from(here).unwrap_or(u32::MAX);
+        let users = u32::try_from(self.queue.users_len()).unwrap_or(u32::MAX);
         let users = users.saturating_add(self.gate.users(unix_ms(now)));
         slack_tokens(self.largest, self.rate * self.replicas, self.lag_ms, users)
     }
@@ -276,10 +219,7 @@ impl SimQueue {
 
     /// Returns the backlog to report to peers, if requests wait.
     pub fn backlog(&mut self, now: Micros, counters: &impl Counters) -> Option<Backlog> {
-        match &mut self.line {
-            QueueKind::Ordered { queue, .. } => queue.backlog(unix_ms(now), counters),
-            QueueKind::Batches(_) => None,
-        }
+        self.queue.backlog(unix_ms(now), counters)
     }
 
     /// Records the backlog that a peer reported; `None` if nothing waits there.
@@ -296,10 +236,7 @@ impl SimQueue {
     /// Returns the number of waiting requests.
     #[must_use]
     pub fn len(&self) -> usize {
-        match &self.line {
-            QueueKind::Ordered { queue, .. } => queue.len(),
-            QueueKind::Batches(bins) => bins.waiting().iter().sum(),
-        }
+        self.queue.len()
     }
 
     /// Returns whether no request waits.
@@ -311,9 +248,8 @@ impl SimQueue {
     /// Returns the number of waiting requests by bin.
     #[must_use]
     pub fn by_bin(&self) -> Vec<usize> {
-        match &self.line {
-            QueueKind::Ordered { queue, .. } => queue.bins().into_values().collect(),
-            QueueKind::Batches(bins) => bins.waiting(),
-        }
+        let bins = self.queue.bins();
+        let waiting = |bin| bins.get(&bin).copied().unwrap_or_default();
+        (0..self.bins).map(waiting).collect()
     }
 }

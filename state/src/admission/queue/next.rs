@@ -47,6 +47,19 @@ enum SearchEnd {
     Enough,
 }
 
+impl<F> Search<F> {
+    fn new(now_ms: u64, verdict: F) -> Self {
+        Self {
+            now_ms,
+            verdict,
+            looks: 0,
+            is_held: false,
+            beyond: BTreeSet::new(),
+            stuck: Vec::new(),
+        }
+    }
+}
+
 impl Queue {
     /// Removes and returns the request that goes next. Asks `verdict` about one request after
     /// another, until one can go and the gate does not hold it.
@@ -62,14 +75,7 @@ impl Queue {
         }
         self.look(now_ms);
         self.refresh(now_ms, counters);
-        let mut round = Search {
-            now_ms,
-            verdict,
-            looks: 0,
-            is_held: false,
-            beyond: BTreeSet::new(),
-            stuck: Vec::new(),
-        };
+        let mut round = Search::new(now_ms, verdict);
         let priorities: BTreeSet<Reverse<i16>> = self.classes.keys().map(|(it, _)| *it).collect();
         let end = priorities
             .into_iter()
@@ -92,6 +98,46 @@ impl Queue {
         }
     }
 
+    /// Removes and returns the request that goes next of those in the bin and priority of `first`,
+    /// which began a batch. Returns `None` if none can go, or `verdict` ends the batch.
+    pub fn next_alike(
+        &mut self,
+        first: &QueuedRequest,
+        now_ms: u64,
+        counters: &impl Counters,
+        gate: &mut Gate,
+        verdict: impl FnMut(&QueuedRequest) -> DispatchVerdict,
+    ) -> Option<QueuedRequest> {
+        self.look(now_ms);
+        self.refresh(now_ms, counters);
+        let mut round = Search::new(now_ms, verdict);
+        let end = self.next_in(class_of(first), u64::MAX, counters, gate, &mut round);
+        match end {
+            Some(SearchEnd::Go(ticket)) => self.take(ticket, now_ms),
+            Some(SearchEnd::NoRoom | SearchEnd::Enough) | None => None,
+        }
+    }
+
+    /// Searches the requests of one bin and priority in the queue's order.
+    fn next_in(
+        &mut self,
+        place: ClassKey,
+        least: u64,
+        counters: &impl Counters,
+        gate: &mut Gate,
+        round: &mut Search<impl FnMut(&QueuedRequest) -> DispatchVerdict>,
+    ) -> Option<SearchEnd> {
+        let mut after = None;
+        while let Some((at, ticket)) = self.candidate(place, after, counters, gate) {
+            after = Some(at);
+            let end = self.ask(ticket, least, counters, gate, round);
+            if end.is_some() {
+                return end;
+            }
+        }
+        None
+    }
+
     /// Searches the requests of one priority, bin by bin. If a user is ahead of another waiting
     /// user by more than the gate's slack, the user's requests go only if no others can.
     fn next_of(
@@ -111,16 +157,11 @@ impl Queue {
             }
         }
         for bin in &bins {
-            let place = (priority, *bin);
             // With a single bin, the order itself keeps users from getting ahead.
             let least = if bins.len() > 1 { least } else { u64::MAX };
-            let mut after = None;
-            while let Some((at, ticket)) = self.candidate(place, after, counters, gate) {
-                after = Some(at);
-                let end = self.ask(ticket, least, counters, gate, round);
-                if end.is_some() {
-                    return end;
-                }
+            let end = self.next_in((priority, *bin), least, counters, gate, round);
+            if end.is_some() {
+                return end;
             }
         }
         for (_, ticket) in std::mem::take(&mut round.beyond) {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::ids::ReplicaId;
+use crate::outputs::batch::BatchRoom;
 
 #[test]
 fn a_full_queue_refuses_until_a_request_leaves() {
@@ -251,4 +252,63 @@ fn a_request_without_room_does_not_block_later_ones() {
         assert_eq!(next(), Next::Go(waiting(1, 4)), "{order:?}");
         assert_eq!(next(), Next::NoRoom, "{order:?}");
     }
+}
+
+/// Forms the next batch of at most `room`, as a backend that runs nothing gets it. Each request
+/// raises its user's counter by `price`. Returns the tickets.
+fn batch(queue: &mut Queue, users: &mut Users, price: u64, mut room: BatchRoom) -> Vec<u64> {
+    let mut gate = Gate::default();
+    let Next::Go(first) = queue.next(0, users, &mut gate, all) else {
+        return Vec::new();
+    };
+    let mut tickets = Vec::new();
+    let mut next = Some(first);
+    while let Some(waiting) = next {
+        tickets.push(waiting.ticket.0);
+        room.take(waiting.input_tokens.into());
+        let counter = users.figures(waiting.user).counter_milli / 1000;
+        users.set(waiting.user.0, counter + price);
+        next = queue.next_alike(&first, 0, users, &mut gate, |waiting| {
+            match room.fits(waiting.input_tokens.into()) {
+                true => DispatchVerdict::Go,
+                false => DispatchVerdict::Stop,
+            }
+        });
+    }
+    tickets
+}
+
+#[test]
+fn a_batch_takes_requests_of_one_bin_in_the_fair_order() {
+    let mut users = Users::with(&[0, 0, 0]);
+    let greedy = (1..=6).map(|ticket| binned(1, ticket, 0));
+    let modest = (7..=8).map(|ticket| binned(2, ticket, 0));
+    let other: Vec<_> = [binned(3, 9, 1)].into();
+    let requests: Vec<_> = greedy.chain(modest).chain(other).collect();
+    let mut queue = queue(Order::Vtc, &users, &requests);
+    let room = BatchRoom {
+        requests: 4,
+        tokens: None,
+    };
+    let mut form = || batch(&mut queue, &mut users, 100, room);
+    assert_eq!(form(), [9], "the next bin");
+    assert_eq!(form(), [1, 7, 2, 8]);
+    assert_eq!(form(), [3, 4, 5, 6]);
+}
+
+#[test]
+fn a_batch_ends_at_the_first_request_that_does_not_fit() {
+    let mut users = Users::with(&[0]);
+    let sized = |(ticket, input_tokens)| QueuedRequest {
+        input_tokens,
+        ..waiting(1, ticket)
+    };
+    let requests = [(1, 60), (2, 50), (3, 10), (4, 90)].map(sized);
+    let mut queue = queue(Order::Fcfs, &users, &requests);
+    let room = BatchRoom {
+        requests: 9,
+        tokens: Some(100),
+    };
+    let mut form = || batch(&mut queue, &mut users, 1, room);
+    assert_eq!([form(), form(), form()], [vec![1], vec![2, 3], vec![4]]);
 }

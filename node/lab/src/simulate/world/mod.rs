@@ -122,8 +122,6 @@ struct ReplicaPlace {
     next_wake: Micros,
     /// Backlog that the replica last reported to peers; `None` if nothing waited.
     last_backlog: Option<Backlog>,
-    /// Upper bounds of the bins to which the waiting requests are assigned.
-    bin_edges: Vec<u32>,
 }
 
 impl ReplicaPlace {
@@ -145,7 +143,6 @@ impl ReplicaPlace {
             next_report: Micros::MAX,
             next_wake: Micros::MAX,
             last_backlog: None,
-            bin_edges: Vec::new(),
         }
     }
 }

@@ -196,7 +196,7 @@ impl SimWorld<'_> {
         let EngineModel::Static(times) = self.plan.engine else {
             return;
         };
-        self.follow_bins(place);
+        self.expire(place);
         let registry = self.places[place].replica.state.view().registry();
         for backend in &registry.backends {
             let engine = usize::from(backend.handle.slot.0);
@@ -206,25 +206,21 @@ impl SimWorld<'_> {
             }
             let limit = here.replica.limit(backend.handle).unwrap_or(u32::MAX);
             let requests = times.batch_max.min(limit);
-            for request in here.queue.form_batch(self.now, requests) {
-                self.hand_over(place, request, true, Some(backend.handle.slot));
+            here.queue.begin_batch();
+            for _ in 0..requests {
+                let ReplicaPlace { replica, queue, .. } = &mut self.places[place];
+                match queue.next(self.now, replica, true) {
+                    NextAdmission::Go(request) => {
+                        self.hand_over(place, request, true, Some(backend.handle.slot));
+                    }
+                    NextAdmission::Held(after) => {
+                        self.wake_in(place, after);
+                        break;
+                    }
+                    NextAdmission::Nobody => break,
+                }
             }
             self.begin_step(engine);
-        }
-    }
-
-    /// Reassigns waiting requests to bins if the bins' bounds have changed.
-    fn follow_bins(&mut self, place: usize) {
-        let ReplicaPlace {
-            replica,
-            queue,
-            bin_edges,
-            ..
-        } = &mut self.places[place];
-        let edges = replica.bin_edges();
-        if edges != *bin_edges {
-            queue.rebin(|request| replica.bin_of(self.requests[*request].predicted_output));
-            *bin_edges = edges;
         }
     }
 
