@@ -16,6 +16,7 @@ use state::ids::UserKey;
 use tracing::Instrument;
 
 use super::Proxy;
+use super::forward::log_order::catch_up;
 use super::forward::request_context::{ArrivedRequest, ProxiedRequest, begin_trace, trace_id};
 use super::forward::stored::{RequestContext, forward_stored};
 use super::forward::{ForwardResult, forward};
@@ -248,6 +249,7 @@ impl Proxy {
         }
         let record = self.decisions.open(&read, &request_id, path);
         request_metrics.records(record.clone());
+        catch_up(self, read.preferences.min_index).await;
         let counted = self.users.count(read.user.as_str());
         request_metrics.counts(counted.ok_or(ProxyError::UserAtLimit)?);
         let engine_request_id = match client_request_id(&head.headers) {

@@ -60,8 +60,8 @@ pub use settings::reserved_fields::{
     FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
 };
 pub use settings::{
-    Charges, DECISIONS_MAX, Expose, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
-    ProxySettings, ProxyTimeouts, RetrySettings, UsageRequest,
+    Charges, DECISIONS_MAX, Expose, IdentifyBy, IdentifyByError, LoggedRequests, MIN_INDEX_WAIT,
+    ProxyLimits, ProxySettings, ProxyTimeouts, RetrySettings, UsageRequest,
 };
 
 use self::limits::clients::{ClientTable, UserRequests};

@@ -39,7 +39,10 @@ async fn decision_headers_are_sent_only_if_exposed() {
     let engine = Engine::always(talkative("200 OK")).await;
     for (expose, expected) in [
         (Expose::None, &[][..]),
-        (Expose::Basic, &["x-quorate-replica", "x-request-id"]),
+        (
+            Expose::Basic,
+            &["x-quorate-index", "x-quorate-replica", "x-request-id"],
+        ),
         (
             Expose::Full,
             &[

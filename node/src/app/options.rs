@@ -141,6 +141,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         retry: config.retry.clone(),
         expose: users.expose,
         charges: users.charges,
+        min_index_wait: config.sections.routing.min_index_wait,
         identify_by: users.identify_by.clone(),
         trusted_proxies: users.trusted_proxies.clone(),
         when_unsalted: users.when_unsalted,

@@ -185,7 +185,8 @@ pub struct ClusterConfig {
     /// `[tls.peer]` to a running cluster (docs/guide/security.md). With `[tls.peer]`, replicas
     /// without a certificate then need the secret, if `secret_file` is set.
     pub authentication_optional: bool,
-    /// Interval at which a replica proposes what it learned to the log.
+    /// Interval at which a replica proposes what it learned to the log while requests are many. It
+    /// proposes at once while nothing is under way.
     #[serde(with = "As::<Span>")]
     #[default(Duration::from_millis(20))]
     pub flush_interval: Duration,
@@ -246,6 +247,10 @@ pub struct RoutingConfig {
     /// engine may load the adapter.
     #[default(api::engines::backends::QUEUEING_THRESHOLD_LORA)]
     pub queueing_threshold_lora: u32,
+    /// Longest wait until the replica has applied the index in a request's `x-quorate-min-index`.
+    #[serde(with = "As::<Span>")]
+    #[default(api::proxy::MIN_INDEX_WAIT)]
+    pub min_index_wait: Duration,
     /// Let `cost` use prices learned per backend instead of its settings. Read when a cluster is
     /// created; later use `PUT /admin/v1/routing`.
     #[default(RoutingSettings::default().learn)]

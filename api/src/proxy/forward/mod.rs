@@ -14,6 +14,7 @@ mod attempt_error;
 pub(super) mod blame;
 pub(super) mod bootstrap_rooms;
 pub(super) mod disaggregate;
+pub(super) mod log_order;
 pub(super) mod request_context;
 pub(super) mod stored;
 
@@ -31,6 +32,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt};
 use self::bootstrap_rooms::run_pair;
 use self::disaggregate::disaggregate;
+use self::log_order::known_at;
 use self::request_context::ProxiedRequest;
 use self::stored::without_previous_response;
 use super::Proxy;
@@ -122,7 +124,10 @@ pub(super) async fn forward(
                     proxy.metrics.stages.decoded(sent.at.elapsed());
                 }
                 let response = response.map(AnswerSource::Engine);
-                let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
+                let known_at = known_at(proxy, proxied, &decision, &attempt).await;
+                let mut relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
+                let (head, expose) = (relayed.status(), proxy.settings.expose);
+                expose.index(relayed.headers_mut(), head, known_at);
                 return Ok(ForwardResult::Relayed(relayed));
             }
             Err(failure) => failure,

@@ -75,7 +75,7 @@ impl WithheldEnd {
     /// none.
     pub(super) fn poll_released(&mut self, cx: &mut Context<'_>) -> Poll<ReleasedEnd> {
         let is_confirmed = match &mut self.commit {
-            Some(commit) => matches!(ready!(commit.as_mut().poll(cx)), Ok(Ok(()))),
+            Some(commit) => matches!(ready!(commit.as_mut().poll(cx)), Ok(Ok(_))),
             None => true,
         };
         self.commit = None;
@@ -90,6 +90,7 @@ impl WithheldEnd {
 mod tests {
     use std::future::poll_fn;
 
+    use state::ids::LogIndex;
     use tokio::sync::oneshot;
 
     use super::*;
@@ -107,7 +108,7 @@ mod tests {
             assert!(pending.await && end.is_waiting());
             let mut committed = Some(committed);
             if is_committed && let Some(committed) = committed.take() {
-                committed.send(()).unwrap();
+                committed.send(LogIndex(1)).unwrap();
             }
             let released = poll_fn(|cx| end.poll_released(cx)).await;
             assert_eq!(released.is_confirmed, expected);

@@ -6,6 +6,7 @@
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use state::ids::LogIndex;
 
 use crate::proxy::request::dialect::{ANTHROPIC_REQUEST_ID, Dialect};
 use crate::proxy::request::headers::REQUEST_ID;
@@ -44,7 +45,18 @@ impl Expose {
         }
         let matched = prefill.map_or(decision.matched, |it| it.matched);
         headers.insert(PREFIX, prefix(matched, decision.total));
-        headers.insert(INDEX, HeaderValue::from(decision.index.0));
+    }
+
+    /// Adds the log index to the headers of a backend's successful response.
+    pub(in crate::proxy) fn index(
+        self,
+        headers: &mut HeaderMap,
+        status: StatusCode,
+        index: LogIndex,
+    ) {
+        if self != Self::None && status.is_success() {
+            headers.insert(INDEX, HeaderValue::from(index.0));
+        }
     }
 
     /// Adds the replica and the request id to the headers of any response, or removes the request

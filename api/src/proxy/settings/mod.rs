@@ -29,6 +29,9 @@ use crate::users::isolation::WhenUnsalted;
 /// Default number of requests whose decisions are kept.
 pub const DECISIONS_MAX: usize = 10_000;
 
+/// Default of [`ProxySettings::min_index_wait`].
+pub const MIN_INDEX_WAIT: Duration = Duration::from_millis(50);
+
 /// Settings of one replica's data plane.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
@@ -38,6 +41,9 @@ pub struct ProxySettings {
     pub expose: Expose,
     /// Whether the end of a response waits until its charge is committed.
     pub charges: Charges,
+    /// Longest wait until this replica has applied the index in `x-quorate-min-index`, and then
+    /// until the log has the request's own prompt.
+    pub min_index_wait: Duration,
     /// Limits on what clients may send and hold.
     pub limits: ProxyLimits,
     /// Timeouts for clients and engines.
@@ -334,6 +340,7 @@ impl ProxySettings {
             replica,
             expose: Expose::default(),
             charges: Charges::default(),
+            min_index_wait: MIN_INDEX_WAIT,
             limits: ProxyLimits::default(),
             timeouts: ProxyTimeouts::default(),
             identify_by: IdentifyBy::defaults(),

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
+use state::ids::LogIndex;
 use state::policy::PolicyConfig;
 
 use super::Decider;
@@ -11,6 +12,9 @@ use super::select::{Labels, SELECT, SelectRejection};
 
 /// Header that names the policy to use, if the config allows it; in responses, the policy used.
 pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
+
+/// Header with the log index that the replica should have applied before it decides.
+const MIN_INDEX: HeaderName = HeaderName::from_static("x-quorate-min-index");
 
 /// Routing preferences of one request. The default has none.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -20,6 +24,8 @@ pub struct RoutingPreferences {
     pub policy: Option<Arc<PolicyConfig>>,
     /// Labels that the backend must have in addition to those of its model.
     pub labels: Labels,
+    /// Log index that the replica should have applied before it decides; `None` for any.
+    pub min_index: Option<LogIndex>,
 }
 
 /// Why a request's preferences are rejected.
@@ -31,6 +37,9 @@ pub enum PreferenceRejection {
     /// The labels cannot be parsed.
     #[error(transparent)]
     Select(#[from] SelectRejection),
+    /// The minimum index is not a number.
+    #[error("x-quorate-min-index: expected a log index, as in x-quorate-index")]
+    MinIndex,
 }
 
 impl PreferenceRejection {
@@ -40,6 +49,7 @@ impl PreferenceRejection {
         match self {
             Self::Policy => POLICY,
             Self::Select(_) => SELECT,
+            Self::MinIndex => MIN_INDEX,
         }
     }
 }
@@ -56,6 +66,7 @@ impl Decider {
         Ok(RoutingPreferences {
             policy: self.asked_policy(headers)?,
             labels: self.select.asked(headers)?,
+            min_index: min_index(headers)?,
         })
     }
 
@@ -90,4 +101,14 @@ impl Decider {
             .map(|policy| Some(Arc::clone(policy)))
             .ok_or(PreferenceRejection::Policy)
     }
+}
+
+fn min_index(headers: &HeaderMap) -> Result<Option<LogIndex>, PreferenceRejection> {
+    let Some(index) = headers.get(MIN_INDEX) else {
+        return Ok(None);
+    };
+    let index = index.to_str().ok().and_then(|index| index.parse().ok());
+    index
+        .map(|index| Some(LogIndex(index)))
+        .ok_or(PreferenceRejection::MinIndex)
 }

@@ -6,17 +6,17 @@
 
 use std::collections::BTreeMap;
 
-use state::ids::UserKey;
+use state::ids::{LogIndex, UserKey};
 use tokio::sync::oneshot;
 
-/// Receiver that resolves once the user's charge is committed, or fails if this is never known.
-pub type ChargeCommit = oneshot::Receiver<()>;
+/// Receiver of the log index at which the user's charge is committed. Fails if this is never known.
+pub type ChargeCommit = oneshot::Receiver<LogIndex>;
 
 /// Senders that notify tasks waiting for queued or outstanding charges.
 #[derive(Debug, Default)]
 pub(super) struct CommitWaiters {
-    queued: BTreeMap<UserKey, Vec<oneshot::Sender<()>>>,
-    outstanding: Vec<oneshot::Sender<()>>,
+    queued: BTreeMap<UserKey, Vec<oneshot::Sender<LogIndex>>>,
+    outstanding: Vec<oneshot::Sender<LogIndex>>,
 }
 
 impl CommitWaiters {
@@ -43,11 +43,11 @@ impl CommitWaiters {
         self.outstanding.extend(waiters.flatten());
     }
 
-    /// Notifies the waiters of the outstanding envelope that it is committed.
-    pub(super) fn committed(&mut self) {
+    /// Notifies the waiters of the outstanding envelope that it is committed at `index`.
+    pub(super) fn committed(&mut self, index: LogIndex) {
         for waiter in self.outstanding.drain(..) {
             // The receiver may have been dropped.
-            let _gone = waiter.send(());
+            let _gone = waiter.send(index);
         }
     }
 

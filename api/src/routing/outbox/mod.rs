@@ -163,6 +163,8 @@ pub struct Outbox {
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
     commits: CommitWaiters,
+    /// Index of the last committed envelope.
+    committed_to: LogIndex,
     /// Credits of users from unused advances.
     pub ledger: CreditLedger,
     /// User whose charge was sent last. The next user in key order follows, so that none starves.
@@ -206,6 +208,7 @@ impl Outbox {
             ledger: CreditLedger::default(),
             last_charged: UserKey::default(),
             commits: CommitWaiters::default(),
+            committed_to: LogIndex(0),
             names: VecDeque::new(),
             named: HashSet::new(),
             names_since: None,
@@ -321,6 +324,12 @@ impl Outbox {
         } else {
             None
         }
+    }
+
+    /// Returns the index of the last committed envelope.
+    #[must_use]
+    pub fn committed_to(&self) -> LogIndex {
+        self.committed_to
     }
 
     /// Returns the user to charge for a request of user `name`, and queues the user's name.

@@ -92,7 +92,8 @@ impl Outbox {
         let Some(outstanding) = self.outstanding.take() else {
             return;
         };
-        self.commits.committed();
+        self.commits.committed(index);
+        self.committed_to = index;
         self.dropped += u64::from(reply.dropped);
         self.settling.push_back(CommittedEnvelope {
             index,

@@ -21,7 +21,7 @@ use std::time::Duration;
 use state::Registry;
 use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
-use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
+use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, UserKey};
 use state::prefix::model_key;
 use state::service::LearntPrices;
 use tokio::time::Instant;
@@ -333,6 +333,19 @@ impl Attempt {
         if let Some(reply) = &mut open.reply {
             reply.push(text);
         }
+    }
+
+    /// Returns the log index at which the attempt's prompt is known to every replica that has
+    /// applied it.
+    ///
+    /// # Errors
+    /// Returns a receiver for the index if the log does not have the prompt yet.
+    pub fn known_at(&self) -> Result<LogIndex, ChargeCommit> {
+        // The prompt is queued together with the first charge.
+        (self.dispatcher.outbox).with(|outbox| match outbox.commit_of(self.user) {
+            Some(commit) => Err(commit),
+            None => Ok(outbox.committed_to()),
+        })
     }
 
     /// Ends the attempt: releases the lease and settles the charge.

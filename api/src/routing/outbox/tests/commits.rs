@@ -39,11 +39,11 @@ fn a_charge_is_confirmed_by_its_own_envelope() {
     assert!(is_waiting(&mut outstanding), "its fate is not known");
 
     answered(&mut outbox, Reply::Batch(BatchReply::default()));
-    assert_eq!(outstanding.try_recv(), Ok(()));
+    assert!(outstanding.try_recv().is_ok());
     assert!(is_waiting(&mut queued), "another envelope");
     cut(&mut outbox);
     answered(&mut outbox, Reply::Batch(BatchReply::default()));
-    assert_eq!(queued.try_recv(), Ok(()));
+    assert!(queued.try_recv().is_ok());
     assert!(outbox.commit_of(user("ada")).is_none());
 }
 
