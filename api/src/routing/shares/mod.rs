@@ -141,7 +141,7 @@ impl Shares {
         let chosen = decider.decide(ask, now).map_err(refused)?;
         let (chosen, backend) = match self.reserve_both(chosen, true) {
             Ok(placed) => return Ok(placed),
-            Err(without_place) => without_place,
+            Err(without_place) => *without_place,
         };
         let ask = RoutingRequest {
             room: Room::Here,
@@ -185,10 +185,10 @@ impl Shares {
         &self,
         mut decision: Decision,
         needs_all: bool,
-    ) -> Result<PlacedRequest, (Decision, BackendRef)> {
+    ) -> Result<PlacedRequest, Box<(Decision, BackendRef)>> {
         let Some(place) = self.reserve(decision.backend) else {
             let backend = decision.backend;
-            return Err((decision, backend));
+            return Err(Box::new((decision, backend)));
         };
         let mut prefill = None;
         if let Some(chosen) = &decision.prefill {
@@ -196,7 +196,7 @@ impl Shares {
             prefill = self.reserve(backend);
             if prefill.is_none() {
                 if needs_all || chosen.handover == Handover::Room {
-                    return Err((decision, backend));
+                    return Err(Box::new((decision, backend)));
                 }
                 decision.prefill = None;
             }
