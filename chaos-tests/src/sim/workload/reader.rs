@@ -64,6 +64,7 @@ async fn look(handles: &ReplicaHandles, client: u32, key: RegisterKey) {
 /// Returns the keys of all registers that can be read.
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     let mut keys = drawn_keys();
+    keys.dedup();
     keys.push(RegisterKey::UserDefaults);
     keys.extend((0..DISCOVERED).map(|number| RegisterKey::Backend(name(number))));
     keys
