@@ -181,18 +181,18 @@ async fn a_changed_config_has_no_effect_until_applied() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_removed_backend_does_not_return_with_a_restart() {
     let dir = TempDir::new().unwrap();
-    let engines = engines(2).await;
+    let (engines, added) = (engines(2).await, engines(1).await);
     let replica = cluster(1, &engines, &dir).remove(0);
     let ((http, url), at) = (started(&replica).await, replica.addresses);
     let remove = format!("http://{}/admin/v1/backends/engine-0", at.admin);
     let (status, _, told) = http.send(Method::DELETE, &remove, &Value::Null).await;
     assert_eq!(status, StatusCode::OK, "{told}");
-    let added = format!(
+    let section = format!(
         "[[backends]]\nid = \"engine-2\"\nurl = {:?}\n",
-        engines[0].url()
+        added[0].url()
     );
     let (_, place) = replica.leave().await;
-    let replica = Replica::again((changed(&dir, &[], &added), place));
+    let replica = Replica::again((changed(&dir, &[], &section), place));
     // Backends are registered in the order of the file.
     let is_registered = async || {
         let (_, told) = http.get(&url).await;
