@@ -13,7 +13,7 @@ use std::time::Instant;
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
-use state::admission::{AdmissionSettings, BinSelection};
+use state::admission::AdmissionSettings;
 use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origin};
 use state::ids::{
     AttemptId, BackendRef, Incarnation, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey,

@@ -189,7 +189,7 @@ fn key_step() -> impl Strategy<Value = Step> {
                     cache,
                     ..UserSettings::default()
                 };
-                Command::configure_user(&format!("user-{}", ms % 4), settings)
+                Command::configure_user(format!("user-{}", ms % 4), settings)
             }
             5 => Command::DeleteUser {
                 name: format!("user-{}", ms % 4),

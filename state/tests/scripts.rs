@@ -57,7 +57,7 @@ fn command(state: &RouterState, words: &[&str]) -> Command {
                 draining,
             }
         }
-        "weight" => Command::configure_user(&name(1), UserSettings::of_weight(number(words[2]))),
+        "weight" => Command::configure_user(name(1), UserSettings::of_weight(number(words[2]))),
         "policy" => Command::PutPolicy(PolicyConfig::LeastRequest),
         "expire" => {
             let (replica, session) = (ReplicaId(words[1].parse().unwrap()), number(words[2]));

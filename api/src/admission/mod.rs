@@ -25,6 +25,7 @@ mod metrics;
 mod model_queue;
 mod quota;
 mod serve;
+mod static_batch;
 mod waiter;
 mod wanted_places;
 

@@ -7,7 +7,7 @@ use state::admission::{
     ExpiryReason, Forecast, Gate, Next, Order, PendingCharges, Pricing, QueueSettings,
     QueuedRequest, UserFigures, bound, slack_tokens,
 };
-use state::ids::{ModelKey, Slot, Ticket, UserKey};
+use state::ids::{ModelKey, Ticket, UserKey};
 use tokio::time::Instant;
 
 use super::metrics::LeaveReason;
@@ -396,7 +396,7 @@ impl Admission {
     }
 
     /// Records how far the user of `waiting`, whose request goes, is ahead of those who wait.
-    fn observe_gap(
+    pub(super) fn observe_gap(
         &self,
         line: &mut ModelQueue,
         (gate, pace): (&Gate, &mut ServiceRate),
@@ -447,57 +447,6 @@ impl Admission {
         if let Some(backend) = backend {
             let to = (backend.slot, tokens_per_block);
             self.fill(line, (gate, pace), waiting, to, look);
-        }
-    }
-
-    /// Dispatches more requests of the bin of `first` to its backend, in the queue's order, as long
-    /// as the next one fits.
-    fn fill(
-        &self,
-        line: &mut ModelQueue,
-        (gate, pace): (&mut Gate, &mut ServiceRate),
-        first: &QueuedRequest,
-        to: (Slot, u32),
-        look: &QueueScan,
-    ) {
-        let (slot, tokens_per_block) = to;
-        let tokens = |waiting: &QueuedRequest| {
-            u64::from(waiting.input_tokens) + u64::from(waiting.predicted_output)
-        };
-        let mut room = self
-            .decider
-            .batch_room(slot, tokens(first), tokens_per_block);
-        let others = self.decider.slots_but(slot);
-        let counters = self.counters(look.pricing);
-        loop {
-            let ModelQueue { queue, entries, .. } = &mut *line;
-            let mut placed = None;
-            let next = queue.next_alike(first, look.now_ms, &counters, gate, |waiting| {
-                let Some(entry) = entries.get(&waiting.ticket) else {
-                    return DispatchVerdict::Skip;
-                };
-                if !room.fits(tokens(waiting)) {
-                    return DispatchVerdict::Stop;
-                }
-                let ask = RoutingRequest {
-                    room: Room::Here,
-                    ..entry.candidate.ask(&others)
-                };
-                let began = entry.candidate.is_traced().then(Instant::now);
-                match self.shares.place(&self.decider, &ask, look.now) {
-                    Ok(at) => placed = Some((at, DecisionTimes::since(began))),
-                    Err(_) => return DispatchVerdict::Skip,
-                }
-                DispatchVerdict::Go
-            });
-            let (Some(waiting), Some(placed)) = (next, placed) else {
-                return;
-            };
-            room.take(tokens(&waiting));
-            self.observe_gap(line, (gate, pace), &waiting, look);
-            if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                self.settle(entry, Ok(placed), look.now);
-            }
         }
     }
 

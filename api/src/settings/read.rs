@@ -100,7 +100,6 @@ mod tests {
             bin_max_age_ms: 1500,
             batching: Batching::Static,
             inter_token_us: 25_500,
-            ..AdmissionSettings::default()
         };
         // What `state` takes and a config file would not say.
         let extreme = AdmissionSettings {

@@ -21,7 +21,7 @@ async fn ask(at: &Addresses, prompt: &str, min_index: &str) -> (StatusCode, Head
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_with_a_minimum_index_finds_the_prompt_before_it_at_any_replica() {
+async fn a_minimum_index_orders_a_request_at_any_replica() {
     let (_dir, _engines, replicas, _http, at) = started_with(3, 2, |config| {
         config.sections.routing.min_index_wait = Duration::from_secs(30);
     })

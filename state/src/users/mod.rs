@@ -27,6 +27,7 @@
 //! counter forgives least.
 
 mod forgettable;
+mod map;
 mod published;
 mod recent_usage;
 mod settings;

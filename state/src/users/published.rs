@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::UserDefaults;
-use super::table::UserMap;
+use super::map::UserMap;
 use super::user::User;
 use crate::admission::{Counters, UserFigures};
 use crate::budgets::BudgetStatus;

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::ops::Bound;
 
 use super::UserUsage;
-use super::table::UserMap;
+use super::map::UserMap;
 use super::user::User;
 use crate::ids::UserKey;
 use crate::policy::{UserTokens, VtcBasicSettings};

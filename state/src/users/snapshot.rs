@@ -2,7 +2,8 @@
 //! it is read back.
 
 use super::UserDefaults;
-use super::table::{UserMap, Users, UsersTotals};
+use super::map::UserMap;
+use super::table::{Users, UsersTotals};
 use super::user::User;
 use crate::encoding;
 use crate::ids::UserKey;

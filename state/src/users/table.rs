@@ -8,6 +8,7 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::forgettable::{Forgettable, ForgettingRank};
+use super::map::UserMap;
 use super::recent_usage::UsageScan;
 use super::user::{User, add, take};
 use super::{
@@ -17,25 +18,12 @@ use super::{
 use crate::bounds::USERS_MAX;
 use crate::budgets::BudgetUse;
 use crate::charge::Charge;
-use crate::cow::{CowMap, ShardKey};
 use crate::encoding;
 use crate::error::InvariantError;
 use crate::ids::{ReplicaId, UserKey};
 use crate::policy::VtcBasicSettings;
 use crate::pricing::Pricing;
 use crate::quotas::Consumed;
-
-/// Map of all users by key, which is frozen by cloning references.
-pub(super) type UserMap = CowMap<UserKey, User>;
-
-impl ShardKey for UserKey {
-    const BRANCHES: usize = 1024;
-
-    // Shards by the highest bits, so that shard order is key order. Keys are hashes, hence uniform.
-    fn shard(&self) -> usize {
-        (self.0 >> 48) as usize
-    }
-}
 
 /// What is kept in addition to the users.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
@@ -94,7 +82,7 @@ impl Users {
     /// Creates a table of at most `users_max` users, for tests.
     pub(super) fn with_max(users_max: usize) -> Self {
         Self {
-            map: CowMap::new(),
+            map: UserMap::new(),
             totals: UsersTotals::default(),
             backlogged: BTreeSet::new(),
             waiting: BTreeSet::new(),

@@ -154,20 +154,8 @@ pub(super) async fn attempt(
         }
     };
     let (status, backend) = (response.status(), decision.backend);
-    // Reports a status, and returns whether it refuses credentials that are not the client's.
-    let answered = |attempt: &mut Attempt, status: StatusCode| {
-        let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
-        report_status(proxy, (backend, attempt.user()), status, refuses_router);
-        if let Some(record) = &decision.record {
-            record.answered(status.as_u16());
-        }
-        if let Some(trace) = attempt.trace() {
-            trace.answered(status.as_u16());
-        }
-        refuses_router
-    };
     if !status.is_success() {
-        if answered(&mut attempt, status) {
+        if take_status(proxy, sending, decision, &mut attempt, status) {
             // Read to the end, so that the connection can be reused.
             drop(read_refusal(response).await);
             let failure = AttemptError::RefusedCredentials;
@@ -181,7 +169,7 @@ pub(super) async fn attempt(
     let error = match begun.await {
         Ok(Opening::Answer) => {
             if status.is_success() {
-                answered(&mut attempt, status);
+                take_status(proxy, sending, decision, &mut attempt, status);
             }
             let begins = response.body().first();
             if lacks_listed_model(proxy, sending.proxied, backend, status, begins) {
@@ -193,7 +181,7 @@ pub(super) async fn attempt(
             return Ok((response, attempt));
         }
         Ok(Opening::Error(error)) => {
-            if answered(&mut attempt, error.status) {
+            if take_status(proxy, sending, decision, &mut attempt, error.status) {
                 let failure = AttemptError::RefusedCredentials;
                 return Err(fail(proxy, sending, decision, attempt, failure));
             }
@@ -210,6 +198,26 @@ pub(super) async fn attempt(
     }
     let failure = AttemptError::of(error, is_sent);
     Err(fail(proxy, sending, decision, attempt, failure))
+}
+
+/// Reports a status, and returns whether it refuses credentials that are not the client's.
+fn take_status(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    attempt: &mut Attempt,
+    status: StatusCode,
+) -> bool {
+    let backend = decision.backend;
+    let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
+    report_status(proxy, (backend, attempt.user()), status, refuses_router);
+    if let Some(record) = &decision.record {
+        record.answered(status.as_u16());
+    }
+    if let Some(trace) = attempt.trace() {
+        trace.answered(status.as_u16());
+    }
+    refuses_router
 }
 
 /// Whether a response with this status means that the backend did not run the request.

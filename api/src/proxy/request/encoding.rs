@@ -5,13 +5,14 @@
 //! arrives, in small parts that let other requests run in between. Decoding stops once the result
 //! exceeds the limit. Codex compresses with zstd, most other clients that do with gzip.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
 use http::header::CONTENT_ENCODING;
 use http::{HeaderMap, HeaderValue};
 
+use super::bounded_bytes::BoundedBytes;
 use super::zstd::ZstdBody;
 use crate::error::ProxyError;
 
@@ -112,53 +113,6 @@ impl BodyDecoder {
 
 /// Decoder of a gzip body that arrives in parts.
 pub(super) struct GzipBody(MultiGzDecoder<BoundedBytes>);
-
-/// Decoded bytes. Writing beyond `bytes_max` fails.
-pub(super) struct BoundedBytes {
-    pub(super) bytes: Vec<u8>,
-    bytes_max: u64,
-    is_over: bool,
-}
-
-impl BoundedBytes {
-    pub(super) fn new(bytes_max: u64) -> Self {
-        Self {
-            bytes: Vec::new(),
-            bytes_max,
-            is_over: false,
-        }
-    }
-
-    /// Returns the error of a body that could not be decoded.
-    pub(super) fn fault(&self, encoding: &str) -> ProxyError {
-        match self.is_over {
-            true => ProxyError::BodyTooLarge {
-                bytes_max: self.bytes_max,
-            },
-            false => ProxyError::BadRequest {
-                message: format!(
-                    "the body is not valid {encoding}, although content-encoding is {encoding}"
-                ),
-                param: None,
-            },
-        }
-    }
-}
-
-impl Write for BoundedBytes {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if (self.bytes.len() + bytes.len()) as u64 > self.bytes_max {
-            self.is_over = true;
-            return Err(io::Error::other("longer than allowed"));
-        }
-        self.bytes.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 impl GzipBody {
     pub(in crate::proxy) fn new(bytes_max: u64) -> Self {

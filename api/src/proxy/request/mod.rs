@@ -1,6 +1,7 @@
 //! Reads a request: head, key, user, path and body, up to a [`ClientRequest`](super::ClientRequest).
 
 pub(super) mod bootstrap;
+mod bounded_bytes;
 pub(super) mod client_request;
 pub(super) mod cluster_keys;
 pub(super) mod deadline;

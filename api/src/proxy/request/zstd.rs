@@ -7,7 +7,7 @@ use bytes::Bytes;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-use super::encoding::BoundedBytes;
+use super::bounded_bytes::BoundedBytes;
 use crate::error::ProxyError;
 
 /// Maximum window of a frame, in bytes.

@@ -118,7 +118,7 @@ async fn a_base_url_of_clients_is_pointed_out() {
 }
 
 #[test]
-fn an_engine_that_refuses_the_credentials_is_unhealthy_until_it_takes_them() {
+fn an_engine_that_refuses_credentials_is_unhealthy() {
     let board = HealthTable::new(1);
     let occupancy = Some(board.register(Slot(0), "a"));
     board.update(Slot(0), occupancy, ProbeRecord::passed);
