@@ -22,10 +22,20 @@ async fn ask(at: &Addresses, prompt: &str, min_index: &str) -> (StatusCode, Head
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_minimum_index_orders_a_request_at_any_replica() {
-    let (_dir, _engines, replicas, _http, at) = started_with(3, 2, |config| {
+    let (_dir, _engines, replicas, http, at) = started_with(3, 2, |config| {
         config.sections.routing.min_index_wait = Duration::from_secs(30);
     })
     .await;
+    // The first facts about an engine void the leases before them.
+    let url = format!("http://{}/admin/v1/backends", at[0].admin);
+    let are_known = async || {
+        let (_, answer) = http.get(&url).await;
+        let backends = answer["backends"].as_array().unwrap();
+        let is_known = |backend: &Value| !backend["capacity"]["engine_blocks"].is_null();
+        backends.iter().all(is_known)
+    };
+    until("the engines' facts are known", are_known).await;
+    http.agree(&at).await;
     for turn in 0..6 {
         let prompt = format!("{turn}: {SYSTEM}").repeat(4);
         let (status, first) = ask(&at[turn % 3], &prompt, "0").await;
