@@ -9,7 +9,7 @@ use state::admission::{Overload, Queue, QueueSettings};
 use state::ids::Ticket;
 use tokio::time::Instant;
 
-use super::waiter::Waiter;
+use super::waiter::{Seeking, Waiter};
 use crate::cluster::figures::LongestWait;
 use crate::routing::{LoadTable, PeerPlace};
 
@@ -111,6 +111,12 @@ impl ModelQueue {
         entry.seek(place, load, now);
         self.again.push_back(ticket);
         self.entries.insert(ticket, entry);
+    }
+
+    /// Returns the waits for peers' places. Only requests that have had their turn have one.
+    pub(super) fn seeking(&self) -> impl Iterator<Item = &Seeking> {
+        let entries = self.again.iter().filter_map(|it| self.entries.get(it));
+        entries.filter_map(|entry| entry.seeking.as_ref())
     }
 
     /// Removes a request whose client has left; returns `None` if it does not wait.

@@ -157,9 +157,11 @@ impl Admission {
         }
         self.shares.want(std::mem::take(&mut queues.wanted));
         self.tidy(&mut queues, &look);
-        let entries = queues.by_model.values().flat_map(|it| it.entries.values());
-        let seeking = entries.filter_map(|entry| Some(entry.seeking.as_ref()?.until));
-        let next = seeking.filter(|until| *until > now).min();
+        let seeking = queues.by_model.values().flat_map(ModelQueue::seeking);
+        let next = seeking
+            .map(|it| it.until)
+            .filter(|until| *until > now)
+            .min();
         next.map_or(Duration::MAX, |until| until - now)
     }
 
