@@ -86,6 +86,7 @@ use cache_reports::CacheReports;
 use circuit::CircuitBreakers;
 use health::HealthTable;
 use output_times::OutputTimes;
+pub(crate) use probe::refuses_credentials;
 
 use crate::base::clock::Clock;
 use crate::cluster::events::{ClusterEvent, EventBus};

@@ -258,8 +258,8 @@ impl Probe {
         metrics: &EngineMetrics,
     ) {
         let (slot, limit) = (self.stay.slot(), self.settings().hung_after);
-        let kind = self.backends.record(slot).and_then(|record| record.kind);
-        let is_asleep = watch.is_asleep(client, kind, metrics).await;
+        let record = self.backends.record(slot).unwrap_or_default();
+        let is_asleep = watch.is_asleep(client, record.kind, metrics).await;
         let now = Instant::now();
         let silence = self.backends.output_times.silence(slot, now);
         let is_hung = watch.is_hung(metrics, silence, limit, now);
@@ -268,11 +268,7 @@ impl Probe {
             (false, true) => Some(Standstill::Hung),
             (false, false) => None,
         };
-        let before = self
-            .backends
-            .record(slot)
-            .and_then(|record| record.standstill);
-        if standstill != before {
+        if standstill != record.standstill {
             self.stay.update(|record| record.stands_still(standstill));
         }
     }
@@ -330,7 +326,7 @@ impl Probe {
     async fn list_models(&self, client: &mut ProbeClient) -> Option<Vec<String>> {
         let list = client.get(MODELS_PATH, MODELS_BYTES_MAX).await;
         if let Ok(answer) = &list {
-            let why = is_locked_out(answer.status).then(|| {
+            let why = refuses_credentials(answer.status).then(|| {
                 let status = answer.status.as_u16();
                 format!("{MODELS_PATH}: status {status}; set api_key_file to the engine's key")
             });
@@ -518,8 +514,8 @@ impl UnhealthyError {
     }
 }
 
-/// Whether `status` means that the engine refuses this replica's credentials.
-fn is_locked_out(status: StatusCode) -> bool {
+/// Whether `status` means that the engine refuses the credentials of the request.
+pub(crate) fn refuses_credentials(status: StatusCode) -> bool {
     matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
 }
 

@@ -10,6 +10,7 @@ use state::ids::{BackendRef, UserKey};
 use tokio::time::Instant;
 
 use super::request_context::ProxiedRequest;
+use crate::engines::backends::refuses_credentials;
 use crate::proxy::Proxy;
 use crate::proxy::request::identify::UserSource;
 
@@ -20,8 +21,7 @@ pub(in crate::proxy) fn refuses_router(
     backend: BackendRef,
     status: StatusCode,
 ) -> bool {
-    matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
-        && !carries_clients_key(proxy, proxied, backend)
+    refuses_credentials(status) && !carries_clients_key(proxy, proxied, backend)
 }
 
 /// Whether `backend` receives the key that the client sent, if it sent one.

@@ -117,9 +117,8 @@ impl RequestAccounting {
             }
             attempt.usage(usage, now);
         }
-        if let Some(status) = findings.error
-            && self.error.replace(self.error.unwrap_or(status)).is_none()
-        {
+        if let Some(status) = findings.error.filter(|_| self.error.is_none()) {
+            self.error = Some(status);
             attempt.reports_error(status.is_server_error(), now);
             if let Some(request_metrics) = &mut self.request_metrics {
                 let status = status.as_u16();

@@ -42,10 +42,9 @@ impl EventScan {
             if line.is_empty() {
                 return Some(next);
             }
-            if let Some(payload) = bytes[line.clone()].strip_prefix(b"data:") {
-                let space = usize::from(payload.first() == Some(&b' '));
+            if let Some(payload) = data_of(bytes, line.clone()) {
                 self.has_many |= self.data.is_some();
-                self.data = Some(line.start + b"data:".len() + space..line.end);
+                self.data = Some(payload);
             } else if let Some(name) = bytes[line].strip_prefix(b"event:") {
                 self.is_error = name.trim_ascii() == b"error";
             }
@@ -60,10 +59,7 @@ impl EventScan {
     /// Returns the beginning of the payload of an incomplete event in `bytes`, if that is all there
     /// is of it: nothing but the event's name precedes it.
     pub(super) fn open_payload(&self, bytes: &[u8]) -> Option<Range<usize>> {
-        let payload = bytes[self.line..].strip_prefix(b"data:")?;
-        let space = usize::from(payload.first() == Some(&b' '));
-        let start = self.line + b"data:".len() + space;
-        self.data.is_none().then_some(start..bytes.len())
+        data_of(bytes, self.line..bytes.len()).filter(|_| self.data.is_none())
     }
 
     /// Whether a complete event has no data, so that clients see nothing of it.
@@ -73,13 +69,20 @@ impl EventScan {
 
     /// Whether the incomplete event at the start of `bytes` has data already.
     pub(super) fn has_begun(&self, bytes: &[u8]) -> bool {
-        self.data.is_some() || bytes[self.line..].starts_with(b"data:")
+        self.data.is_some() || data_of(bytes, self.line..bytes.len()).is_some()
     }
 
     /// Whether the event is named `error`.
     pub(super) fn is_error(&self) -> bool {
         self.is_error
     }
+}
+
+/// Returns the payload of a `data` line; `None` for another field.
+fn data_of(bytes: &[u8], line: Range<usize>) -> Option<Range<usize>> {
+    let payload = bytes[line.clone()].strip_prefix(b"data:")?;
+    let space = usize::from(payload.first() == Some(&b' '));
+    Some(line.start + b"data:".len() + space..line.end)
 }
 
 /// Search for the end of an event that is not buffered.

@@ -183,6 +183,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::proxy::response::edits::edited;
 
     const EVENT: &str = "event: x\ndata: ";
 
@@ -195,13 +196,8 @@ mod tests {
         for piece in event.as_bytes().chunks(piece_bytes) {
             let mut edits = Vec::new();
             is_over = long.pass(0, piece, &mut edits) == Some(piece.len());
-            let mut from = 0;
-            for edit in edits {
-                out.extend_from_slice(&piece[from..edit.range.start]);
-                out.extend_from_slice(&edit.by);
-                from = edit.range.end;
-            }
-            out.extend_from_slice(&piece[from..]);
+            let passed = edited(&Bytes::copy_from_slice(piece), &edits);
+            out.extend(passed.unwrap_or_default());
         }
         assert!(is_over);
         let out = String::from_utf8(out).unwrap();

@@ -200,12 +200,6 @@ impl OutboxDriver<'_> {
                 self.outbox.queued.notified().await;
                 tokio::time::sleep_until(pace.next()).await;
             };
-            let on_time = async {
-                if is_idle {
-                    std::future::pending::<()>().await;
-                }
-                interval.tick().await;
-            };
             let urgent = async {
                 self.outbox.urgent.notified().await;
                 tokio::time::sleep_until(flushed + self.flush_interval / URGENT_PART).await;
@@ -213,7 +207,7 @@ impl OutboxDriver<'_> {
             tokio::select! {
                 biased;
                 () = self.outbox.full.notified() => {}
-                () = on_time => {}
+                _ = interval.tick(), if !is_idle => {}
                 () = urgent => {}
                 () = at_once => {}
             }

@@ -22,14 +22,9 @@ impl Attempt {
     pub fn first_byte(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             open.end_prefill();
-            if open
-                .progress
-                .began
-                .replace(open.progress.began.unwrap_or(now))
-                .is_none()
-                && let Some(trace) = &mut open.trace
-            {
-                trace.first_byte(now);
+            if open.progress.began.is_none() {
+                open.progress.began = Some(now);
+                open.trace.iter_mut().for_each(|it| it.first_byte(now));
             }
         }
     }
