@@ -22,7 +22,7 @@ use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
 use state::policy::{Candidate, PolicyConfig, PolicyRequest, Prices, choose};
-use state::prefix::{BlockHasher, HashSecret, Scope, chain_bytes, chain_tokens};
+use state::prefix::{BlockHasher, Scope, chain_bytes, chain_tokens};
 
 criterion_group! {
     name = benches;
@@ -123,10 +123,7 @@ fn hashing(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("hash 512 blocks");
     group.throughput(Throughput::Elements(BLOCKS as u64));
     let mut out = Vec::with_capacity(BLOCKS);
-    let hashing = BlockHasher {
-        seed: 42,
-        secret: Some(HashSecret::of_number(42)),
-    };
+    let hashing = BlockHasher::from(42);
     let scope = Scope {
         model: "meta-llama/Llama-3.1-70B-Instruct",
         adapter: "",

@@ -27,10 +27,8 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Answer<ClusterResponse>, Problem> {
     at_level(&admin, query.read).await?;
-    let registry = admin.view.registry();
     Ok(Answer(ClusterResponse {
         status: admin.cluster.status(),
-        hashes_keyed: (registry.initialised).then_some(registry.hash_secret.is_some()),
     }))
 }
 
@@ -38,9 +36,6 @@ pub(super) async fn show(
 pub(super) struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
-    /// Whether blocks are hashed with a secret. Clusters founded by an earlier build have none.
-    /// `null`: the cluster is not founded yet.
-    hashes_keyed: Option<bool>,
 }
 
 #[derive(Deserialize, JsonSchema)]

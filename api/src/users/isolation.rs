@@ -120,10 +120,8 @@ pub(crate) fn salt(
     };
     let mut hash = Sha256::new()
         .chain_update(SALT_LABEL)
-        .chain_update(hashing.seed.to_le_bytes());
-    if let Some(secret) = &hashing.secret {
-        hash.update(secret.key_bytes());
-    }
+        .chain_update(hashing.seed.to_le_bytes())
+        .chain_update(hashing.secret.key_bytes());
     hash.update(kind);
     // Each text follows its length, so that no two pairs produce the same input.
     for text in [name, of_client.unwrap_or_default()] {
@@ -132,15 +130,14 @@ pub(crate) fn salt(
     }
     Some(BASE64_URL_SAFE_NO_PAD.encode(hash.finalize()))
 }
-
 #[cfg(test)]
 mod tests {
     use state::prefix::HashSecret;
 
     use super::*;
 
-    fn hashing(seed: u64, secret: Option<u64>) -> BlockHasher {
-        let secret = secret.map(HashSecret::of_number);
+    fn hashing(seed: u64, secret: u64) -> BlockHasher {
+        let secret = HashSecret::of_number(secret);
         BlockHasher { seed, secret }
     }
 
@@ -155,7 +152,7 @@ mod tests {
             assert!(salt.len() == 43 && salt.bytes().all(|it| it.is_ascii_graphic() && it != b'"'));
             salt
         };
-        let (here, own) = (hashing(1, Some(1)), CacheScope::Own);
+        let (here, own) = (hashing(1, 1), CacheScope::Own);
         let salts = [
             salt(&here, &own, "ada", None),
             salt(&here, &own, "bob", None),
@@ -163,9 +160,8 @@ mod tests {
             salt(&here, &own, "ada", Some("x")),
             salt(&here, &own, "adax", None),
             salt(&here, &own, "ad", Some("a")),
-            salt(&hashing(2, Some(1)), &own, "ada", None),
-            salt(&hashing(1, Some(2)), &own, "ada", None),
-            salt(&hashing(1, None), &own, "ada", None),
+            salt(&hashing(2, 1), &own, "ada", None),
+            salt(&hashing(1, 2), &own, "ada", None),
         ];
         for (nth, one) in salts.iter().enumerate() {
             assert!(salts[..nth].iter().all(|other| other != one), "{nth}");
@@ -177,7 +173,7 @@ mod tests {
 
     #[test]
     fn cache_salts_have_golden_values() {
-        let salt = salt(&hashing(42, Some(7)), &group("team"), "ada", None);
+        let salt = salt(&hashing(42, 7), &group("team"), "ada", None);
         expect_test::expect!["HmcAZvARsozzfnmDrbi-y1IQIfLLbWhmN_vJpSbVBa0"]
             .assert_eq(&salt.unwrap());
     }

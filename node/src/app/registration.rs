@@ -31,12 +31,6 @@ pub(super) async fn register(
         while !(view.registry().initialised && cluster.status().caught_up) {
             tokio::time::sleep(PAUSE).await;
         }
-        if view.registry().hash_secret.is_none() {
-            tracing::warn!(
-                "blocks are hashed without a secret, as an earlier build founded the cluster: a client can \
-                 make prompts that look cached; restore a backup into a new cluster (docs/guide/backups.md)"
-            );
-        }
         for spec in backends {
             put(&*cluster, &view, spec).await;
         }

@@ -49,7 +49,6 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
         .chain(warnings)
         .map(|reason| format!("\n{}", terminal::indented(&cell(reason), 9)))
         .collect();
-    let hashing = hashing(&cluster);
     let lines = [
         format!(
             "replica {} is {} in term {}, version {}",
@@ -63,7 +62,7 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
             cell(&readiness["status"]),
             reasons.concat()
         ),
-        format!("cluster  {}{hashing}", cell(&cluster["cluster_id"])),
+        format!("cluster  {}", cell(&cluster["cluster_id"])),
         format!("leader   {}", cell(&cluster["leader"])),
         format!("quorum   {}", cell(&cluster["has_quorum"])),
         format!(
@@ -88,14 +87,6 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
     let tables: Vec<_> = tables.map(|table| table.to_string()).collect();
     let text = format!("{}\n\n{}", lines.join("\n"), tables.join("\n\n"));
     Ok((text, code))
-}
-
-/// Returns a warning if the cluster hashes blocks without a secret, else an empty text.
-fn hashing(cluster: &Value) -> &'static str {
-    match cluster["hashes_keyed"].as_bool() {
-        Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
-        Some(true) | None => "",
-    }
 }
 
 /// Lists the engines that do not isolate users' caches, if users may be isolated.

@@ -20,10 +20,10 @@ impl RouterState {
         self.config = super::ClusterConfig {
             initialised: true,
             hash_seed: founding.hash_seed,
+            hash_secret: founding.hash_secret,
             policy: founding.policy,
             fairness: founding.fairness,
         };
-        self.hash_secret = Some(founding.hash_secret);
         self.settings.routing = founding.routing;
         self.set_admission(founding.admission);
         self.users.set_defaults(founding.user_defaults);

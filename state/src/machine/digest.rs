@@ -43,7 +43,7 @@ impl RouterState {
 
     /// Returns the digest of the parts that change rarely.
     pub(super) fn hash_cold(&self) -> u128 {
-        let config = (&self.config, &self.hash_secret, &self.settings);
+        let config = (&self.config, &self.settings);
         let backends = (&self.backends, &self.discovered, &self.block_sizes);
         let parts = (config, backends, &self.readers, &self.audit);
         xxh3_128(&encoding::to_bytes(&parts))

@@ -63,9 +63,6 @@ pub struct RouterState {
     /// Stamp of the command being applied, in Unix milliseconds. It is not part of the state.
     stamped_ms: u64,
     config: ClusterConfig,
-    /// Secret under which blocks are hashed; `None` if the cluster was founded before the secret
-    /// existed.
-    hash_secret: Option<HashSecret>,
     backends: Backends,
     /// Sources and losses of the backends that sources registered.
     discovered: Discovered,
@@ -90,7 +87,7 @@ pub struct RouterState {
     /// state, because its contents follow from `staged`.
     prepared: Option<ReadBackup>,
     /// Hash of the parts that rarely change (the cold parts): config, backends, audit, settings,
-    /// readers, block sizes, sources of backends and hash secret.
+    /// readers, block sizes and sources of backends.
     cold_digest: u128,
     /// Whether a command changed one of the cold parts. Their hash and the published registry are
     /// updated once per command, because one batch may report a thousand engines.
@@ -109,6 +106,7 @@ pub struct RouterState {
 struct ClusterConfig {
     initialised: bool,
     hash_seed: u64,
+    hash_secret: HashSecret,
     policy: PolicyConfig,
     fairness: FairnessSettings,
 }
@@ -118,6 +116,7 @@ impl Default for ClusterConfig {
         Self {
             initialised: false,
             hash_seed: 0,
+            hash_secret: HashSecret::default(),
             policy: PolicyConfig::Cost(CostSettings::default()),
             fairness: FairnessSettings::default(),
         }
@@ -163,7 +162,6 @@ impl RouterState {
             time: ReplicatedTime::default(),
             stamped_ms: 0,
             config,
-            hash_secret: None,
             backends,
             discovered: Discovered::default(),
             block_sizes: BlockSizes::default(),
@@ -418,7 +416,6 @@ impl RouterState {
         Registry {
             discovered: self.discovered.by_slot().clone(),
             names_since: self.audit.names_since(),
-            hash_secret: self.hash_secret.clone(),
             block_sizes: self.block_sizes.clone(),
             user_defaults: self.users.defaults().clone(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)

@@ -223,8 +223,8 @@ pub struct Registry {
     pub initialised: bool,
     /// Seed of the user hashes and of the first link of each chain.
     pub hash_seed: u64,
-    /// Secret under which blocks are hashed; `None` in a cluster founded before the secret existed.
-    pub hash_secret: Option<HashSecret>,
+    /// Secret under which blocks are hashed.
+    pub hash_secret: HashSecret,
     /// Live routing policy.
     pub policy: PolicyConfig,
     /// Token prices of the cluster.
@@ -269,7 +269,7 @@ impl Registry {
         Self {
             initialised: config.initialised,
             hash_seed: config.hash_seed,
-            hash_secret: None,
+            hash_secret: config.hash_secret.clone(),
             policy: config.policy.clone(),
             fairness: config.fairness,
             backends: backends.iter().cloned().collect(),

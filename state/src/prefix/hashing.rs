@@ -2,15 +2,14 @@
 //! blocks.
 //!
 //! The seed goes into user and model keys and into the first link of every chain. The secret goes
-//! into every block. With a seed alone, all blocks but the first are hashed in a publicly known
-//! way, and colliding blocks can be constructed for any seed (ADR 0016). Clusters founded before
-//! the secret existed have none.
+//! into every block. With a seed alone, all blocks but the first would be hashed in a publicly known
+//! way, and colliding blocks could be constructed for any seed (ADR 0016).
 
 use std::fmt;
 use std::sync::Arc;
 
 use bincode::{Decode, Encode};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_secret, xxh3_64_with_seed};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
 use super::{LINK_BYTES, Scope};
 
@@ -40,11 +39,6 @@ impl HashSecret {
         Self::new(bytes)
     }
 
-    #[cfg(test)]
-    pub(super) fn bytes(&self) -> &[u8] {
-        &*self.0
-    }
-
     /// Returns the secret as a key for cryptographic hashes. Never show it.
     #[must_use]
     pub fn key_bytes(&self) -> &[u8; SECRET_BYTES] {
@@ -55,6 +49,13 @@ impl HashSecret {
     #[must_use]
     pub fn hash(&self, text: &[u8]) -> u64 {
         xxh3_64_with_secret(text, &*self.0)
+    }
+}
+
+impl Default for HashSecret {
+    /// Returns the known secret of a replica whose cluster is not founded yet.
+    fn default() -> Self {
+        Self::new([0; SECRET_BYTES])
     }
 }
 
@@ -69,14 +70,15 @@ impl fmt::Debug for HashSecret {
 pub struct BlockHasher {
     /// Seed of user keys, model keys and the first links of chains.
     pub seed: u64,
-    /// Secret that goes into every block hash. `None` for a cluster founded before the secret
-    /// existed.
-    pub secret: Option<HashSecret>,
+    /// Secret that goes into every block hash.
+    pub secret: HashSecret,
 }
 
 impl From<u64> for BlockHasher {
+    /// Creates a hasher for tests and simulations: see [`HashSecret::of_number`].
     fn from(seed: u64) -> Self {
-        Self { seed, secret: None }
+        let secret = HashSecret::of_number(seed);
+        Self { seed, secret }
     }
 }
 
@@ -102,22 +104,13 @@ impl BlockHasher {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainRoot {
     scope: u64,
-    secret: Option<HashSecret>,
-}
-
-impl From<u64> for ChainRoot {
-    /// Creates a root without a secret.
-    fn from(scope: u64) -> Self {
-        let secret = None;
-        Self { scope, secret }
-    }
+    secret: HashSecret,
 }
 
 impl ChainRoot {
     #[cfg(test)]
-    pub(super) fn under(self, secret: HashSecret) -> Self {
-        let secret = Some(secret);
-        Self { secret, ..self }
+    pub(crate) fn new(scope: u64, secret: HashSecret) -> Self {
+        Self { scope, secret }
     }
 
     /// Hashes `bytes` that do not fill a block.
@@ -130,28 +123,15 @@ impl ChainRoot {
     /// of the previous block, or `None` for a first block.
     #[inline]
     pub(super) fn inline(&self, link: Option<u64>, buffer: &mut [u8]) -> u64 {
-        match (&self.secret, link) {
-            (Some(secret), link) => {
-                let link = link.unwrap_or(self.scope);
-                buffer[..LINK_BYTES].copy_from_slice(&link.to_le_bytes());
-                xxh3_64_with_secret(buffer, &*secret.0)
-            }
-            (None, Some(link)) => {
-                buffer[..LINK_BYTES].copy_from_slice(&link.to_le_bytes());
-                xxh3_64(buffer)
-            }
-            (None, None) => xxh3_64_with_seed(&buffer[LINK_BYTES..], self.scope),
-        }
+        let link = link.unwrap_or(self.scope);
+        buffer[..LINK_BYTES].copy_from_slice(&link.to_le_bytes());
+        xxh3_64_with_secret(buffer, &*self.secret.0)
     }
 
     /// Returns a hasher that has already consumed `link` (`None` for a first block), for a block
     /// too long for the stack.
     pub(super) fn streaming(&self, link: Option<u64>) -> Xxh3 {
-        let mut hasher = match (&self.secret, link) {
-            (Some(secret), _) => Xxh3::with_secret(*secret.0),
-            (None, Some(_)) => Xxh3::new(),
-            (None, None) => return Xxh3::with_seed(self.scope),
-        };
+        let mut hasher = Xxh3::with_secret(*self.secret.0);
         hasher.update(&link.unwrap_or(self.scope).to_le_bytes());
         hasher
     }

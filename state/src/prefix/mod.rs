@@ -1,10 +1,8 @@
 //! Prefix identity: from prompt bytes or token ids to chained block hashes.
 //!
 //! Under the cluster's secret, `h(i) = xxh3_64(link ++ block i)`. The link is `h(i-1)` as
-//! little-endian, and the hash of the scope for the first block. In clusters without a secret
-//! ([`BlockHasher`]), `h(0) = xxh3_64(block 0, seed = scope)` and
-//! `h(i) = xxh3_64(h(i-1) ++ block i)`. A trailing partial block is dropped. Token ids are hashed
-//! as little-endian `u32`s.
+//! little-endian, and the hash of the scope for the first block. A trailing partial block is
+//! dropped. Token ids are hashed as little-endian `u32`s.
 //!
 //! The link and the block are hashed as one short input from a stack buffer, because the streaming
 //! hasher costs more to set up than a typical block costs to hash. Only blocks above `INLINE_BYTES`
@@ -166,43 +164,20 @@ mod tests {
         BlockHasher::from(seed).root(scope)
     }
 
-    fn keyed(seed: u64) -> BlockHasher {
-        BlockHasher {
-            seed,
-            secret: Some(HashSecret::of_number(seed)),
-        }
-    }
-
     /// Computes a chain by the definition in the module documentation, written out literally.
-    /// `secret` is `None` for a cluster without one.
     fn chain_by_definition(
         scope: u64,
-        secret: Option<&[u8]>,
+        secret: &HashSecret,
         bytes: &[u8],
         block_size: usize,
     ) -> Vec<BlockHash> {
         let mut out: Vec<BlockHash> = Vec::new();
         for block in bytes.chunks_exact(block_size) {
-            let linked = |link: u64| [&link.to_le_bytes()[..], block].concat();
-            let last = out.last().map(|last| last.0);
-            let hash = match (secret, last) {
-                (Some(secret), last) => xxh3_64_with_secret(&linked(last.unwrap_or(scope)), secret),
-                (None, None) => xxh3_64_with_seed(block, scope),
-                (None, Some(last)) => xxh3_64(&linked(last)),
-            };
-            out.push(BlockHash(hash));
+            let link = out.last().map_or(scope, |last| last.0);
+            let linked = [&link.to_le_bytes()[..], block].concat();
+            out.push(BlockHash(xxh3_64_with_secret(&linked, secret.key_bytes())));
         }
         out
-    }
-
-    /// Returns one root without and one with a secret for `scope`, each with its secret.
-    fn roots(scope: u64) -> [(ChainRoot, Option<Vec<u8>>); 2] {
-        let secret = HashSecret::of_number(scope);
-        let bytes = secret.bytes().to_vec();
-        [
-            (ChainRoot::from(scope), None),
-            (ChainRoot::from(scope).under(secret), Some(bytes)),
-        ]
     }
 
     proptest! {
@@ -212,12 +187,11 @@ mod tests {
             bytes in prop::collection::vec(any::<u8>(), 0..3000),
             block_size in prop_oneof![1_usize..40, 500_usize..530, Just(2000)],
         ) {
-            for (root, secret) in roots(scope) {
-                prop_assert_eq!(
-                    chain(&root, &bytes, block_size),
-                    chain_by_definition(scope, secret.as_deref(), &bytes, block_size)
-                );
-            }
+            let secret = HashSecret::of_number(scope);
+            prop_assert_eq!(
+                chain(&ChainRoot::new(scope, secret.clone()), &bytes, block_size),
+                chain_by_definition(scope, &secret, &bytes, block_size)
+            );
         }
 
         #[test]
@@ -227,18 +201,18 @@ mod tests {
             block_size in prop_oneof![1_usize..20, 120_usize..140, Just(300)],
         ) {
             let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-            for (root, secret) in roots(scope) {
-                let mut hashes = Vec::new();
-                chain_tokens(&root, &tokens, block_size, &mut hashes);
-                let expected = chain_by_definition(scope, secret.as_deref(), &bytes, block_size * 4);
-                prop_assert_eq!(&hashes, &expected);
-                let half = hashes.len() / 2;
-                let mut in_parts = hashes[..half].to_vec();
-                let last = in_parts.last().copied();
-                let rest = &tokens[half * block_size..];
-                continue_tokens(&root, last, rest, block_size, &mut in_parts);
-                prop_assert_eq!(in_parts, hashes);
-            }
+            let secret = HashSecret::of_number(scope);
+            let root = ChainRoot::new(scope, secret.clone());
+            let mut hashes = Vec::new();
+            chain_tokens(&root, &tokens, block_size, &mut hashes);
+            let expected = chain_by_definition(scope, &secret, &bytes, block_size * 4);
+            prop_assert_eq!(&hashes, &expected);
+            let half = hashes.len() / 2;
+            let mut in_parts = hashes[..half].to_vec();
+            let last = in_parts.last().copied();
+            let rest = &tokens[half * block_size..];
+            continue_tokens(&root, last, rest, block_size, &mut in_parts);
+            prop_assert_eq!(in_parts, hashes);
         }
 
         #[test]
@@ -249,7 +223,7 @@ mod tests {
         ) {
             let text = [prefix.clone(), left].concat();
             let other = [prefix, right].concat();
-            let root = ChainRoot::from(7);
+            let root = root(7, &SCOPE);
             let (a, b) = (chain(&root, &text, 8), chain(&root, &other, 8));
             let same_bytes = text.iter().zip(&other).take_while(|(a, b)| a == b).count();
             let same_blocks = a.iter().zip(&b).take_while(|(a, b)| a == b).count();
@@ -312,19 +286,6 @@ mod tests {
         expect_test::expect![[r#"
             user 7fb9c39591c12626
             [
-                0414b7f10a548979,
-                b53d32bf3ba80a24,
-                0e7420b3a32df4d5,
-                ec672c752c4d790f,
-            ]
-        "#]]
-        .assert_eq(&format!(
-            "user {:016x}\n{:#?}\n",
-            user_key(42, "alice").0,
-            chain(&root(42, &SCOPE), b"the quick brown fox", 4)
-        ));
-        expect_test::expect![[r#"
-            [
                 f5ca78ad0d29dfca,
                 f0d73541d4c05fd4,
                 bd71516c3e879a98,
@@ -332,12 +293,13 @@ mod tests {
             ]
         "#]]
         .assert_eq(&format!(
-            "{:#?}\n",
-            chain(&keyed(42).root(&SCOPE), b"the quick brown fox", 4)
+            "user {:016x}\n{:#?}\n",
+            user_key(42, "alice").0,
+            chain(&root(42, &SCOPE), b"the quick brown fox", 4)
         ));
     }
 
-    /// Without a secret, anyone can construct a block that collides with another one behind any
+    /// Under XXH3's public secret, anyone can construct a block that collides with another one behind any
     /// link. For this length, XXH3 hashes each 16 bytes as a product of two words, each XORed with
     /// a word of the secret; with the public secret the factors can be swapped.
     #[test]
@@ -361,14 +323,14 @@ mod tests {
         other[lane..lane + 8].copy_from_slice(&(high ^ swap).to_le_bytes());
         other[lane + 8..lane + 16].copy_from_slice(&(low ^ swap).to_le_bytes());
         assert_ne!(block, other);
-        let first = [b'x'; 128];
-        let second =
-            |root: &ChainRoot, block: &[u8]| chain(root, &[&first, block].concat(), 128)[1];
+        for link in [0, 1, u64::MAX, 0x0414_b7f1_0a54_8979] {
+            let public = |block: &[u8]| xxh3_64(&[&link.to_le_bytes()[..], block].concat());
+            assert_eq!(public(&block), public(&other), "behind any link");
+        }
+        let prompt = |block: &[u8]| [&[b'x'; 128], block].concat();
         for seed in 0..100 {
-            let public = root(seed, &SCOPE);
-            assert_eq!(second(&public, &block), second(&public, &other), "any seed");
-            let secret = keyed(seed).root(&SCOPE);
-            assert_ne!(second(&secret, &block), second(&secret, &other));
+            let second = |block| chain(&root(seed, &SCOPE), &prompt(block), 128)[1];
+            assert_ne!(second(&block), second(&other));
         }
     }
 

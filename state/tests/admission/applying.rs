@@ -83,7 +83,7 @@ fn founding_sets_all_settings_or_none() {
     assert_eq!(apply(3, founding(7, 1)), again);
     let registry = state.view().registry();
     assert_eq!(registry.policy, PolicyConfig::LeastRequest);
-    assert_eq!(registry.hash_secret, Some(common::secret()));
+    assert_eq!(registry.hash_secret, common::secret());
     assert!(!registry.routing.learn);
     let admission = &registry.admission;
     assert_eq!(

@@ -355,7 +355,7 @@ mod tests {
     fn recorded_names_depend_on_secret_and_salt() {
         let hashing = |secret| BlockHasher {
             seed: 7,
-            secret: Some(HashSecret::of_number(secret)),
+            secret: HashSecret::of_number(secret),
         };
         let names = |secret, salt| RecordingNames::new(&hashing(secret), salt);
         let told = |names: &RecordingNames| (names.user("ada"), names.block(BlockHash(5)));

@@ -17,12 +17,10 @@ impl RecordingNames {
     /// Derives the key for a recording with this salt.
     #[must_use]
     pub fn new(hashing: &BlockHasher, salt: &str) -> Self {
-        let mut key = Sha256::new()
+        let key = Sha256::new()
             .chain_update(LABEL)
-            .chain_update(hashing.seed.to_le_bytes());
-        if let Some(secret) = &hashing.secret {
-            key.update(secret.key_bytes());
-        }
+            .chain_update(hashing.seed.to_le_bytes())
+            .chain_update(hashing.secret.key_bytes());
         Self(key.chain_update(salt).finalize().into())
     }
 

@@ -57,7 +57,7 @@ impl Dispatcher {
     ) -> PrefillAttempt {
         let id = self.next_attempt();
         let (backend, chain) = (chosen.backend, &ask.identity.chain);
-        let prompt = PromptSize::of(ask.identity, chosen.matched, registry);
+        let prompt = PromptSize::of(ask.identity, chosen.matched);
         let uncached_tokens = prompt.tokens - prompt.predicted;
         let mut before = self.load.cluster(backend, now);
         before.running = before.running.saturating_sub(1);

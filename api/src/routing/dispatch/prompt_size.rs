@@ -1,6 +1,5 @@
 //! Estimates the size of a prompt and the part of it that is cached.
 
-use state::Registry;
 use state::ratios::TokenRatio;
 
 use crate::prompt::PromptIdentity;
@@ -13,9 +12,6 @@ pub(super) struct PromptSize {
     pub(in crate::routing) tokens: u64,
     /// Number of the `tokens` that are believed to be cached.
     pub(in crate::routing) predicted: u64,
-    /// Whether `predicted` is charged as cached if the engine reports no cached tokens. False if
-    /// clients can construct blocks whose hashes collide.
-    trusts_prediction: bool,
     /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
     pub(super) uses_cache: bool,
     /// Number of tokens per block.
@@ -24,11 +20,7 @@ pub(super) struct PromptSize {
 }
 
 impl PromptSize {
-    pub(in crate::routing) fn of(
-        identity: &PromptIdentity,
-        matched: u32,
-        registry: &Registry,
-    ) -> Self {
+    pub(in crate::routing) fn of(identity: &PromptIdentity, matched: u32) -> Self {
         let (tail, matched) = (&identity.tail, matched as usize);
         let tokens = u64::from(identity.tokens);
         let predicted = match tail.block_bytes {
@@ -43,17 +35,8 @@ impl PromptSize {
             tokens,
             predicted: predicted.min(tokens),
             uses_cache: !tail.skips_cache,
-            trusts_prediction: registry.hash_secret.is_some(),
             block_tokens: tail.tokens_per_block,
             ratio: tail.ratio,
-        }
-    }
-
-    /// Returns the tokens that are charged as cached if the engine does not report them.
-    pub(super) fn charged_as_cached(&self) -> u64 {
-        match self.trusts_prediction {
-            true => self.predicted,
-            false => 0,
         }
     }
 

@@ -331,13 +331,9 @@ impl SimReplica {
         let (ask, now) = (ask.routed(&[]), self.clock.at(now));
         let dispatcher = self.router.dispatcher();
         let identity = ask.identity;
-        // As in production, matched blocks count as cached only if they cannot be forged.
         let prefill = decision.prefill.as_ref();
         let matched = prefill.map_or(decision.matched, |it| it.matched);
-        let cached_tokens = match self.view.registry().hash_secret {
-            Some(_) => matched.saturating_mul(identity.tail.tokens_per_block),
-            None => 0,
-        };
+        let cached_tokens = matched.saturating_mul(identity.tail.tokens_per_block);
         let mut attempt = dispatcher.dispatch(decision, &ask, terms, now);
         let prefill = attempt.take_prefill().map(|attempt| {
             attempt.sent();

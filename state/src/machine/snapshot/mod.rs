@@ -130,10 +130,9 @@ impl RouterState {
 
     /// Encodes the parts that have one section each.
     fn small_sections(&self) -> Vec<(u8, Vec<u8>)> {
-        let settings = (&self.settings, &self.hash_secret);
         vec![
             (tag::CONFIG, encoding::to_bytes(&self.config)),
-            (tag::SETTINGS, encoding::to_bytes(&settings)),
+            (tag::SETTINGS, encoding::to_bytes(&self.settings)),
             (tag::TIME, encoding::to_bytes(&self.time)),
             (tag::SESSIONS, encoding::to_bytes(&self.sessions)),
             (tag::AUDIT, encoding::to_bytes(&self.audit)),
@@ -249,7 +248,7 @@ impl RouterState {
             tag::USERS_TOTALS => self.users.restore_totals(payload)?,
             tag::USERS => self.users.restore_piece(payload)?,
             tag::SETTINGS => {
-                (self.settings, self.hash_secret) = section(payload)?;
+                self.settings = section(payload)?;
                 self.settings.validate()?;
             }
             tag::READERS => self.readers = section(payload)?,

@@ -5,10 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
-use crate::prefix::chain_bytes;
+use crate::prefix::{ChainRoot, HashSecret, chain_bytes};
 
 const BLOCK_BYTES: usize = 16;
-const ROOT: u64 = 7;
 
 /// The design's tracker. It names a block by position and content, treats the owner of a prefix's
 /// last block as the owner of the whole, and does not check what precedes a block.
@@ -46,7 +45,8 @@ fn blocks(prompt: &str) -> impl Iterator<Item = (usize, Vec<u8>)> {
 
 fn chain(prompt: &str) -> Vec<BlockHash> {
     let mut chain = Vec::new();
-    chain_bytes(&ROOT.into(), prompt.as_bytes(), BLOCK_BYTES, &mut chain);
+    let root = ChainRoot::new(7, HashSecret::of_number(7));
+    chain_bytes(&root, prompt.as_bytes(), BLOCK_BYTES, &mut chain);
     chain
 }
 

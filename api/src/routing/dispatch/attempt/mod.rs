@@ -562,7 +562,7 @@ impl OpenAttempt {
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens
-            .unwrap_or(self.prompt.charged_as_cached())
+            .unwrap_or(self.prompt.predicted)
             .min(self.cached_max.unwrap_or(u64::MAX))
             .min(usage.prompt_tokens);
         let uncached = usage.prompt_tokens - cached;

@@ -46,7 +46,7 @@ impl Dispatcher {
         ask: &RoutingRequest<'_>,
         (registry, now): (&Registry, Instant),
     ) -> Stages {
-        let here = PromptSize::of(ask.identity, decision.matched, registry);
+        let here = PromptSize::of(ask.identity, decision.matched);
         let Some((chosen, place)) = decision.prefill.as_ref().zip(place) else {
             return Stages {
                 computed_here: here.tokens - here.predicted,
@@ -56,7 +56,7 @@ impl Dispatcher {
         };
         let attempt = self.begin_prefill((chosen, place), decision.touch, ask, (registry, now));
         Stages {
-            prompt: PromptSize::of(ask.identity, chosen.matched, registry),
+            prompt: PromptSize::of(ask.identity, chosen.matched),
             prefill: Some(PrefillStage {
                 attempt: Some(attempt),
                 fetched: here,
@@ -100,7 +100,7 @@ impl Attempt {
     pub fn kept(&mut self, usage: Option<Usage>) {
         let Some(open) = &mut self.open else { return };
         let reported = usage.and_then(|usage| usage.cached_tokens);
-        open.cached_max = Some(reported.unwrap_or(open.prompt.charged_as_cached()));
+        open.cached_max = Some(reported.unwrap_or(open.prompt.predicted));
         self.fall_back_to_single_backend();
     }
 
