@@ -24,6 +24,8 @@ mod discovery;
 mod engine_check;
 #[path = "cluster/gateway.rs"]
 mod gateway;
+#[path = "cluster/learnt.rs"]
+mod learnt;
 #[path = "cluster/log_order.rs"]
 mod log_order;
 #[path = "cluster/lora.rs"]

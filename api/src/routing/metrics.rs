@@ -12,6 +12,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use super::learnt::LearntFrom;
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
 use super::verdict::{FilterCounts, FilterVerdict};
@@ -21,6 +22,12 @@ use crate::prompt::TokenizingMetrics;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct BackendLabels {
     backend: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PredictedLabels {
+    backend: String,
+    learnt: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -71,7 +78,7 @@ pub struct RoutingMetrics {
     panics: Family<ModelLabels, Gauge>,
     ended: Family<EndLabels, Counter>,
     prompt_tokens: Family<BackendLabels, Counter>,
-    predicted_tokens: Family<BackendLabels, Counter>,
+    predicted_tokens: Family<PredictedLabels, Counter>,
     cached_tokens: Family<BackendLabels, Counter>,
     totals: Arc<PrefixTotals>,
     /// Ids of the backends that have series. Locked while series are added or removed.
@@ -134,7 +141,8 @@ const ENDS: [AttemptEnd; 5] = [
 #[derive(Debug)]
 pub(super) struct BackendMeter {
     prompt_tokens: Counter,
-    predicted_tokens: Counter,
+    /// Counters in the order of [`LearntFrom::ALL`].
+    predicted_tokens: [Counter; LearntFrom::ALL.len()],
     cached_tokens: Counter,
     totals: Arc<PrefixTotals>,
     ended: [Counter; 5],
@@ -175,7 +183,7 @@ impl RoutingMetrics {
         );
         add(
             "quorate_prefix_predicted_tokens",
-            "Prompt tokens predicted to be cached, of requests whose engine reported cached tokens",
+            "Prompt tokens predicted to be cached, of requests whose engine reported cached tokens, by whence they were known",
             &self.predicted_tokens,
         );
         add(
@@ -247,9 +255,16 @@ impl RoutingMetrics {
             };
             self.ended.get_or_create_owned(&labels)
         };
+        let predicted = |learnt: LearntFrom| {
+            let labels = PredictedLabels {
+                backend: backend.to_owned(),
+                learnt: learnt.label(),
+            };
+            self.predicted_tokens.get_or_create_owned(&labels)
+        };
         Arc::new(BackendMeter {
             prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
-            predicted_tokens: self.predicted_tokens.get_or_create_owned(&labels),
+            predicted_tokens: LearntFrom::ALL.map(predicted),
             cached_tokens: self.cached_tokens.get_or_create_owned(&labels),
             totals: Arc::clone(&self.totals),
             ended: ENDS.map(ended),
@@ -275,12 +290,14 @@ impl RoutingMetrics {
         let labels = BackendLabels {
             backend: backend.to_owned(),
         };
-        for family in [
-            &self.prompt_tokens,
-            &self.predicted_tokens,
-            &self.cached_tokens,
-        ] {
+        for family in [&self.prompt_tokens, &self.cached_tokens] {
             family.remove(&labels);
+        }
+        for learnt in LearntFrom::ALL {
+            self.predicted_tokens.remove(&PredictedLabels {
+                backend: backend.to_owned(),
+                learnt: learnt.label(),
+            });
         }
         for end in ENDS {
             self.ended.remove(&EndLabels {
@@ -341,12 +358,16 @@ impl BackendMeter {
         self.ended[at].inc();
     }
 
-    /// Adds the prompt tokens of a request: all, those predicted to be cached, and those cached.
-    pub(super) fn count_prefix(&self, prompt: u64, predicted: u64, cached: u64) {
+    /// Adds the prompt tokens of a request: all, those predicted to be cached in the order of
+    /// [`LearntFrom::ALL`], and those cached.
+    pub(super) fn count_prefix(&self, prompt: u64, predicted: [u64; 3], cached: u64) {
         self.prompt_tokens.inc_by(prompt);
-        self.predicted_tokens.inc_by(predicted);
+        for (counter, tokens) in self.predicted_tokens.iter().zip(predicted) {
+            counter.inc_by(tokens);
+        }
         self.cached_tokens.inc_by(cached);
         self.totals.prompt.fetch_add(prompt, Relaxed);
+        let predicted = predicted.iter().sum();
         self.totals.predicted.fetch_add(predicted, Relaxed);
         self.totals.cached.fetch_add(cached, Relaxed);
     }

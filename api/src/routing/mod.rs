@@ -18,6 +18,7 @@ mod dispatch;
 mod fixture;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod learnt;
 mod load;
 mod metrics;
 mod outbox;
@@ -47,6 +48,7 @@ use self::dispatch::output_lengths::OutputLengths;
 use self::dispatch::priced_total::PricedTotal;
 use self::dispatch::samples::ServiceSamples;
 use self::dispatch::text_samples::TextSums;
+use self::learnt::KnownPrefixes;
 use self::outbox::driver::OutboxDriver;
 use crate::base::clock::Clock;
 use crate::engines::backends::{Backends, HalfOpenProbe};
@@ -345,6 +347,7 @@ impl Router {
             load: Arc::clone(&load),
             outbox: Arc::clone(&outbox),
             overlay,
+            known: KnownPrefixes::default(),
             session,
             last_attempt: AtomicU64::new(0),
             samples: ServiceSamples::default(),

@@ -1,5 +1,6 @@
 //! Applies a config to a running cluster: registers backends that the cluster does not know, and
-//! logs which other settings differ from the cluster's.
+//! logs which other settings differ from the cluster's. Also tells the router when the log is
+//! applied.
 //!
 //! The command that founds the cluster contains the settings themselves. Later changes go through
 //! the admin API. This module undoes neither those nor, as far back as the audit reaches, the
@@ -9,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::ports::Cluster;
+use api::routing::Router;
 use api::settings::FileSettings;
 use state::command::{BackendSpec, Command, Reply};
 use state::ids::LogIndex;
@@ -21,20 +23,23 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Registers missing backends, logs the differences, and ends. Also ends at `stop`.
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
-    view: Arc<StateView>,
+    router: Arc<Router>,
     backends: Vec<BackendSpec>,
     file: FileSettings,
     stop: CancellationToken,
 ) {
     let work = async {
+        let view = router.view();
         // Before the cluster's log is applied here, a known backend would look unknown.
         while !(view.registry().initialised && cluster.status().caught_up) {
             tokio::time::sleep(PAUSE).await;
         }
+        // The log may be applied only after the replica has begun to serve without a quorum.
+        router.dispatcher().caught_up();
         for spec in backends {
-            put(&*cluster, &view, spec).await;
+            put(&*cluster, view, spec).await;
         }
-        tell_differences(&file, &view);
+        tell_differences(&file, view);
     };
     tokio::select! {
         biased;

@@ -437,13 +437,13 @@ fn warm(
     lifecycle: Lifecycle,
     no_more: CancellationToken,
 ) -> impl Future<Output = ()> + Send + use<> {
-    let (cluster, view) = (core.cluster(), Arc::clone(core.view()));
+    let (cluster, router) = (core.cluster(), Arc::clone(core.router()));
     let backends = Arc::clone(core.backends());
     async move {
         tokio::select! {
             biased;
             () = no_more.cancelled() => {}
-            () = warm_up(&*cluster, &view, &backends) => lifecycle.serve(),
+            () = warm_up(&*cluster, &router, &backends) => lifecycle.serve(),
         }
     }
 }

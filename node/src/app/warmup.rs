@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use api::engines::backends::Backends;
 use api::ports::Cluster;
+use api::routing::Router;
 use state::StateView;
 
 /// Maximum time to wait. After it, a replica without a quorum or healthy engines serves what it
@@ -14,7 +15,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const INTERVAL: Duration = Duration::from_millis(20);
 
 /// Waits until this replica has caught up and every registered backend has been probed.
-pub(super) async fn warm_up(cluster: &dyn Cluster, view: &StateView, backends: &Backends) {
+pub(super) async fn warm_up(cluster: &dyn Cluster, router: &Router, backends: &Backends) {
+    let view = router.view();
     let warm = async {
         let mut looks = tokio::time::interval(INTERVAL);
         while !(cluster.status().caught_up && is_probed(view, backends)) {
@@ -22,7 +24,10 @@ pub(super) async fn warm_up(cluster: &dyn Cluster, view: &StateView, backends: &
         }
     };
     match tokio::time::timeout(PATIENCE, warm).await {
-        Ok(()) => tracing::info!("accepting requests"),
+        Ok(()) => {
+            router.dispatcher().caught_up();
+            tracing::info!("accepting requests");
+        }
         Err(_) if !view.registry().initialised => {
             tracing::warn!("not in a cluster yet: every request gets a 503");
         }

@@ -35,10 +35,7 @@ impl BlockSearch {
 
     /// Searches all `tables` and returns the owners of each block.
     pub(super) fn run(mut self, tables: &Tables<'_>) -> BTreeMap<BlockHash, Mask<WORDS_MAX>> {
-        for shard in 0..1 << tables.shard_bits {
-            let table = tables.directory.table(shard);
-            table.for_each(|head, segment| self.look_at(head, segment));
-        }
+        tables.for_each_segment(|head, segment| self.look_at(head, segment));
         self.found
     }
 

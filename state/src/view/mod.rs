@@ -105,6 +105,23 @@ impl BlockView {
         found.map(|(block, mask)| (block, slots(mask))).collect()
     }
 
+    /// Calls `run(slot, from, blocks)` for the blocks that each backend owns of each segment. They
+    /// follow one another in a chain, the first one `from` blocks after the start of a window of 64
+    /// blocks. Reads the whole index, like [`BlockView::owners`].
+    pub fn for_each_run(&self, mut run: impl FnMut(Slot, usize, &[BlockHash])) {
+        let mut blocks = Vec::with_capacity(segment::SEGMENT_BLOCKS);
+        let each = |head, segment: ChainSegment<'_>| {
+            let from = segment.shape().base;
+            blocks.clear();
+            blocks.push(head);
+            segment.for_each_owner(|slot, owned| {
+                blocks.extend((blocks.len()..owned).map(|nth| segment.hash(nth)));
+                run(Slot(slot), from, &blocks[..owned]);
+            });
+        };
+        self.read(|tables| tables.for_each_segment(each));
+    }
+
     /// Finds the longest owned prefix of `chain` for all backends at once, by mask bisection. Calls
     /// `matched(slot, blocks)` once for every backend that owns at least the first block, in
     /// ascending order of slot. Does not allocate.
@@ -161,6 +178,13 @@ impl Tables<'_> {
     #[inline]
     fn of(&self, head: BlockHash) -> &Table {
         self.directory.table(shard_of(head, self.shard_bits))
+    }
+
+    /// Calls `each` for every segment, with its head and the segment itself.
+    fn for_each_segment(&self, mut each: impl FnMut(BlockHash, ChainSegment<'_>)) {
+        for shard in 0..1 << self.shard_bits {
+            self.directory.table(shard).for_each(&mut each);
+        }
     }
 
     /// Returns the segment that starts with `head`, if there is one.

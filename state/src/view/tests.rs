@@ -361,3 +361,31 @@ proptest! {
         prop_assert_eq!(writer.pairs(), 0);
     }
 }
+
+#[test]
+fn runs_are_all_owned_blocks_with_their_place_in_the_window() {
+    let mut writer = ViewWriter::new(1);
+    let (mut first, mut second) = (OwnedPaths::default(), OwnedPaths::default());
+    for slot in [Slot(0), Slot(1)] {
+        writer.admit(slot);
+    }
+    first.add(&mut writer, Slot(0), &[0; 6]);
+    first.add(&mut writer, Slot(0), &[0, 0, 0, 1, 1]);
+    second.add(&mut writer, Slot(1), &[0, 0]);
+    let mut runs = Vec::new();
+    let view = writer.view().clone();
+    view.for_each_run(|slot, from, blocks| runs.push((slot.0, from, blocks.to_vec())));
+    runs.sort_unstable_by_key(|(slot, from, blocks)| {
+        (*slot, *from, std::cmp::Reverse(blocks.len()))
+    });
+    let (whole, branch) = (chain(&[0; 6]), chain(&[0, 0, 0, 1, 1]));
+    let of = |slot, from, blocks: &[BlockHash]| (slot, from, blocks.to_vec());
+    let expected = [
+        of(0, 0, &whole[..4]),
+        of(0, 0, &whole[4..]),
+        of(0, 0, &branch[4..]),
+        of(0, 3, &branch[3..4]),
+        of(1, 0, &whole[..2]),
+    ];
+    assert_eq!(runs, expected);
+}

@@ -30,6 +30,7 @@ use self::priced_total::{LargestRequest, PricedTotal};
 use self::samples::ServiceSamples;
 use self::text_samples::TextSums;
 use super::decide::routing_table::Fleet;
+use super::learnt::KnownPrefixes;
 use super::load::LoadTable;
 use super::outbox::{Overlay, SharedOutbox};
 use crate::engines::backends::Backends;
@@ -48,6 +49,7 @@ pub struct Dispatcher {
     pub(super) outbox: Arc<SharedOutbox>,
     /// Blocks that the outbox has queued; only read here.
     pub(super) overlay: Arc<Overlay>,
+    pub(super) known: KnownPrefixes,
     /// Session of this replica's run.
     pub(super) session: SessionId,
     pub(super) last_attempt: AtomicU64,
@@ -58,6 +60,13 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
+    /// Records that the state holds everything from before the start of this replica. The metrics
+    /// tell such prefixes from those that are learnt later.
+    pub fn caught_up(&self) {
+        self.known
+            .caught_up(&self.view.blocks, &self.view.registry());
+    }
+
     /// Records that a request of `user` waits until [`Dispatcher::end_wait`], so that the user does
     /// not count as idle. Returns the user to charge for the request.
     #[must_use]

@@ -18,6 +18,7 @@ use super::predictions::Prediction;
 use super::prompt_size::PromptSize;
 use super::samples::{AttemptTimer, EndedRequest};
 use crate::engines::backends::HalfOpenProbe;
+use crate::routing::learnt::LearntBlocks;
 use crate::routing::load::LoadGuard;
 use crate::routing::metrics::BackendMeter;
 use crate::routing::{AttemptEnd, PrefillDecision, ReservedPlace, RoutingRequest, Usage};
@@ -42,6 +43,8 @@ struct OpenPrefill {
     underway: LoadGuard,
     meter: Arc<BackendMeter>,
     prompt: PromptSize,
+    /// Whence the blocks that the backend is believed to hold are known.
+    learnt: LearntBlocks,
     is_touching: bool,
     is_answered: bool,
 }
@@ -67,6 +70,7 @@ impl Dispatcher {
             underway: place.into_guard(uncached_tokens),
             meter: self.fleet.meter(backend, &chosen.name),
             prompt,
+            learnt: self.known.sent(backend, chain, chosen.matched),
             is_touching: touch.is_due(self.session, id),
             is_answered: false,
         };
@@ -187,7 +191,8 @@ impl OpenPrefill {
             return;
         };
         let predicted = prompt.predicted_of(tokens);
-        self.meter.count_prefix(tokens, predicted, cached);
+        let learnt = self.learnt.tokens(predicted);
+        self.meter.count_prefix(tokens, learnt, cached);
         dispatcher
             .backends
             .found_cached(backend, user, predicted, cached);

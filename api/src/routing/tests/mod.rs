@@ -546,7 +546,7 @@ fn metrics_count_predictions_and_attempt_ends() {
         "quorate_route_decisions_total{policy=\"cost\",outcome=\"all-tried\"} 1",
         "quorate_route_attempts_total{backend=\"b0\",outcome=\"finished\"} 2",
         "quorate_prefix_prompt_tokens_total{backend=\"b0\"} 200",
-        "quorate_prefix_predicted_tokens_total{backend=\"b0\"} 96",
+        "quorate_prefix_predicted_tokens_total{backend=\"b0\",learnt=\"here\"} 96",
         "quorate_prefix_cached_tokens_total{backend=\"b0\"} 180",
         "quorate_state_outbox_items 6",
         "quorate_state_outbox_dropped_total 0",

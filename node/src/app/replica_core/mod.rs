@@ -271,9 +271,9 @@ impl ReplicaCore {
         tasks.spawn(divergence::watch(self.replica.clone(), shared, stop()));
         tasks.spawn(session_expiry::watch(self.cluster(), stop()));
         let view = Arc::clone(&parts.view);
-        tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
-        let (backends, file) = (config.backends, config.file);
-        let registering = registration::register(self.cluster(), view, backends, file, stop());
+        tasks.spawn(readers::assign(self.cluster(), view, stop()));
+        let (router, backends, file) = (Arc::clone(&parts.router), config.backends, config.file);
+        let registering = registration::register(self.cluster(), router, backends, file, stop());
         tasks.spawn(registering);
         if let Some(scaling) = self.scaling.clone() {
             // A replica that leaves must not rejoin.

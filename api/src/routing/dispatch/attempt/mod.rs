@@ -37,6 +37,7 @@ use super::reply::ReplyChain;
 use super::samples::AttemptTimer;
 use crate::engines::backends::{AnswerForm, HalfOpenProbe};
 use crate::routing::decide::decision_record::DecisionRecord;
+use crate::routing::learnt::LearntBlocks;
 use crate::routing::load::LoadGuard;
 use crate::routing::metrics::BackendMeter;
 use crate::routing::outbox::{ChargeCommit, Outbox};
@@ -78,6 +79,8 @@ pub(in crate::routing) struct OpenAttempt {
     /// Chain of blocks that the response continues; `None` if output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
+    /// Whence the blocks that the backend is believed to hold are known.
+    learnt: LearntBlocks,
     /// The stage at the prefill backend; `None` if this backend computes the prompt.
     prefill: Option<PrefillStage>,
     /// Maximum number of prompt tokens charged as cached: those that a prefill backend found cached
@@ -197,6 +200,7 @@ impl Dispatcher {
             meter,
             reply: ReplyChain::of(identity),
             prompt,
+            learnt: self.known.sent(backend, &identity.chain, decision.matched),
             prefill,
             cached_max: None,
             usage: None,
@@ -394,7 +398,7 @@ impl Attempt {
             .reply
             .take()
             .filter(|_| outcome != LeaseOutcome::Discarded);
-        self.release(open.backend, reply, (open.reply_end(end), outcome));
+        self.release(&open, reply, (open.reply_end(end), outcome));
         self.dispatcher.outbox.with(|outbox| {
             open.charge(&self.dispatcher, outbox, charge);
             outbox.ledger.close(self.user, open.advance);

@@ -3,26 +3,28 @@
 use std::sync::Arc;
 
 use state::command::LeaseOutcome;
-use state::ids::BackendRef;
 use tokio::runtime::Handle;
 
-use super::Attempt;
+use super::{Attempt, OpenAttempt};
 use crate::routing::dispatch::reply::{ReplyChain, ReplyEnd};
 
 impl Attempt {
-    /// Adds the blocks of `reply`, if output continues the prompt, to the lease and releases it.
+    /// Adds the blocks of `reply`, if output continues the prompt, to the lease of `open` and
+    /// releases it.
     pub(super) fn release(
         &self,
-        backend: BackendRef,
+        open: &OpenAttempt,
         reply: Option<ReplyChain>,
         (end, outcome): (ReplyEnd, LeaseOutcome),
     ) {
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
+        let (backend, from) = (open.backend, open.learnt.prompt);
         // The KV events of a followed engine report more blocks, and depend on the order of
         // releases.
         let is_followed = dispatcher.view.evictions().get(backend).is_some();
         let release = move |reply: Option<ReplyChain>| {
             let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end));
+            dispatcher.known.extended(backend, from, &blocks);
             dispatcher.outbox.with(|outbox| {
                 outbox.extend(id, blocks);
                 outbox.release(id, outcome);

@@ -147,8 +147,8 @@ impl OpenAttempt {
         let is_informative = self.prompt.uses_cache && self.prefill.is_none();
         if let Some(cached) = usage.cached_tokens.filter(|_| is_informative) {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
-            self.meter
-                .count_prefix(usage.prompt_tokens, predicted, cached);
+            let learnt = self.learnt.tokens(predicted);
+            self.meter.count_prefix(usage.prompt_tokens, learnt, cached);
             let block_tokens = self.prompt.block_tokens;
             let prediction = Prediction::of(usage.prompt_tokens, predicted, cached, block_tokens);
             let user = self.charged.user;
