@@ -124,6 +124,20 @@ pub struct ClusterStatus {
     pub members: BTreeMap<ReplicaId, MemberStatus>,
 }
 
+impl ClusterStatus {
+    /// Returns how many more voters may fail, of those that this replica is connected to, before
+    /// the quorum is lost; `None` if there is no quorum.
+    #[must_use]
+    pub fn failures_survived(&self) -> Option<usize> {
+        let voters = || self.members.iter().filter(|(_, member)| member.is_voter);
+        let is_there =
+            |(id, member): &(&ReplicaId, &MemberStatus)| member.is_connected || **id == self.id;
+        let needed = voters().count() / 2 + 1;
+        let there = voters().filter(is_there).count();
+        self.has_quorum.then(|| there.saturating_sub(needed))
+    }
+}
+
 /// Finding of a replica without a quorum at the address of a peer.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct PeerFinding {

@@ -27,8 +27,10 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Answer<ClusterResponse>, Problem> {
     at_level(&admin, query.read).await?;
+    let status = admin.cluster.status();
     Ok(Answer(ClusterResponse {
-        status: admin.cluster.status(),
+        failures_survived: status.failures_survived(),
+        status,
     }))
 }
 
@@ -36,6 +38,9 @@ pub(super) async fn show(
 pub(super) struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
+    /// Number of connected voters that may still fail before the quorum is lost. `null`: there is
+    /// none.
+    failures_survived: Option<usize>,
 }
 
 #[derive(Deserialize, JsonSchema)]

@@ -20,9 +20,10 @@ use super::AdminState;
 use super::answer::{Answer, Json, QueryParams, ReadLevel, ReadQuery, at_level, decode};
 use super::problem::invalid;
 use super::users::key_text;
+use api::admission::{Admission, AdmissionPreview, AdmissionRequest as _};
 use api::error::{Problem, ProxyError, rescue};
 use api::prompt::BlockUnit;
-use api::proxy::{RequestHead, RequestOrigin, RequestReader};
+use api::proxy::{RequestHead, RequestOrigin, RequestReader, UnsentRequest};
 use api::routing::{Decider, Explanation, Router, SharedOutbox};
 
 /// A request as a client would send it.
@@ -102,8 +103,43 @@ pub(super) struct ExplainResponse {
     /// First token ids of the prompt, if requested; none if they are unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     token_ids: Option<Vec<u32>>,
+    /// What admission would do with the request.
+    admission: AdmissionPreview,
+    /// Error that the data plane would answer at once; `null`: it would send the request, or let it
+    /// wait.
+    refusal: Option<RefusalDetail>,
     #[serde(flatten)]
     explanation: Explanation,
+}
+
+/// The data plane's error, as clients get it.
+#[derive(Serialize, JsonSchema)]
+struct RefusalDetail {
+    status: u16,
+    code: &'static str,
+    message: String,
+    /// Value of `retry-after`, in seconds; `null`: none. The queue's has jitter by request id.
+    retry_after_s: Option<u32>,
+}
+
+impl RefusalDetail {
+    fn of(failure: &ProxyError) -> Self {
+        let answer = rescue(failure);
+        Self {
+            status: answer.status.as_u16(),
+            code: answer.code,
+            message: failure.to_string(),
+            retry_after_s: answer.retry_after_s,
+        }
+    }
+}
+
+/// The parts of a replica that explain a request.
+struct Explainers<'a> {
+    requests: &'a RequestReader,
+    decider: &'a Decider,
+    outbox: &'a SharedOutbox,
+    admission: &'a Admission,
 }
 
 pub(super) async fn explain(
@@ -113,8 +149,13 @@ pub(super) async fn explain(
 ) -> Result<Answer<ExplainResponse>, Problem> {
     let asked = HypotheticalRequest::of(would_be)?;
     at_level(&admin, query.read).await?;
-    let (decider, outbox) = (&admin.decider, &admin.outbox);
-    let answer = asked.explained(&admin.requests, decider, outbox).await?;
+    let by = Explainers {
+        requests: &admin.requests,
+        decider: &admin.decider,
+        outbox: &admin.outbox,
+        admission: &admin.admission,
+    };
+    let answer = asked.explained(&by).await?;
     Ok(Answer(ExplainResponse {
         read: match query.read {
             ReadLevel::Local => "local",
@@ -136,9 +177,15 @@ pub fn explain_offline<'a>(
 ) -> BoxFuture<'a, Result<serde_json::Value, Problem>> {
     let explained = async move {
         let asked = HypotheticalRequest::of(decode(body)?)?;
-        let answer = asked
-            .explained(requests, router.decider(), router.outbox())
-            .await?;
+        // Nothing waits.
+        let admission = Admission::new(router);
+        let by = Explainers {
+            requests,
+            decider: router.decider(),
+            outbox: router.outbox(),
+            admission: &admission,
+        };
+        let answer = asked.explained(&by).await?;
         Ok(serde_json::to_value(answer).expect("answers have string keys only"))
     };
     explained.boxed()
@@ -176,12 +223,8 @@ impl HypotheticalRequest {
         }
     }
 
-    async fn explained(
-        &self,
-        requests: &RequestReader,
-        decider: &Decider,
-        outbox: &SharedOutbox,
-    ) -> Result<ExplainResponse, Problem> {
+    async fn explained(&self, by: &Explainers<'_>) -> Result<ExplainResponse, Problem> {
+        let requests = by.requests;
         // A client may add a query to any path.
         let path = self.asked.path.split('?').next().unwrap_or_default();
         let head = RequestHead {
@@ -196,7 +239,21 @@ impl HypotheticalRequest {
         let (request, mut ids) = read.map_err(|why| refusal(&why, &self.headers))?;
         ids.truncate(SHOWN_IDS_MAX);
         let request_id = requests.told_id(&self.headers);
-        let ask = request.ask(&self.headers, request_id.unwrap_or_default(), &[]);
+        let unsent = UnsentRequest {
+            read: request,
+            headers: self.headers.clone(),
+            id: request_id.unwrap_or_default().to_owned(),
+        };
+        let now = Instant::now();
+        let mut explanation = by
+            .decider
+            .explain(&unsent.ask(&[]), by.outbox.status(), now);
+        let (admission, refusal) = by.admission.preview(&unsent, &explanation, now);
+        let request = &unsent.read;
+        let refusal = refusal.map(|why| requests.refusal(why, request, unsent.id.as_bytes()));
+        if refusal.is_some() {
+            explanation.refused();
+        }
         let hash_seed = requests.hash_seed();
         let deadline = request.deadline.map(|it| it.as_millis());
         Ok(ExplainResponse {
@@ -213,7 +270,9 @@ impl HypotheticalRequest {
             tokenizer: requests.prompts().tokenizer_name(&request.parsed.model),
             unit: request.identity.unit,
             token_ids: self.asked.token_ids.then_some(ids),
-            explanation: decider.explain(&ask, outbox.status(), Instant::now()),
+            admission,
+            refusal: refusal.as_ref().map(RefusalDetail::of),
+            explanation,
         })
     }
 }

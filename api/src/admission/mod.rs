@@ -23,6 +23,7 @@
 pub mod backlog;
 mod metrics;
 mod model_queue;
+mod preview;
 mod quota;
 mod serve;
 mod static_batch;
@@ -44,6 +45,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use metrics::AdmissionMetrics;
 pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
+pub use preview::{AdmissionPreview, LimitPreview};
 pub(crate) use quota::{LimitLeft, LimitsLeft};
 pub use waiter::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
 
@@ -86,6 +88,14 @@ pub struct Admission {
     log_time: LogTime,
     /// Wall clock by which the users' budgets are checked.
     clock: Clock,
+}
+
+/// Returns the time after which a response is of no use to the client, on the queues' clock, if
+/// responses take `service_ms`; `None` if the client sets no deadline.
+fn due_ms(candidate: &dyn AdmissionRequest, service_ms: u64, now_ms: u64) -> Option<u64> {
+    let wait_max = candidate.wait_max(Duration::from_millis(service_ms))?;
+    let wait_ms_max = u64::try_from(wait_max.as_millis()).unwrap_or(u64::MAX);
+    Some(now_ms.saturating_add(wait_ms_max))
 }
 
 #[derive(Default)]
@@ -267,7 +277,7 @@ impl Admission {
             entry.seek(place, &self.load, now);
         }
         if excluded.is_empty() && sought.is_none() {
-            let waiting = self.waiting(ticket, model, candidate, self.ms_of(now));
+            let waiting = self.waiting(ticket, model, &**candidate, self.ms_of(now));
             self.join(model, waiting, entry)?;
         } else {
             self.rejoin(model, ticket, entry)?;
@@ -283,11 +293,11 @@ impl Admission {
     }
 
     /// Returns the request as the queue orders it.
-    fn waiting<C: AdmissionRequest>(
+    fn waiting(
         &self,
         ticket: Ticket,
         model: ModelKey,
-        candidate: &Arc<C>,
+        candidate: &dyn AdmissionRequest,
         now_ms: u64,
     ) -> QueuedRequest {
         let ask = candidate.ask(&[]);
@@ -334,11 +344,7 @@ impl Admission {
             let learnt = learnt.remove(&model).unwrap_or_default();
             ModelQueue::new(entry.model(), rules, learnt)
         });
-        let service = Duration::from_millis(line.queue.service_ms());
-        waiting.due_ms = entry.candidate.wait_max(service).map(|wait_max| {
-            let wait_ms_max = u64::try_from(wait_max.as_millis()).unwrap_or(u64::MAX);
-            now_ms.saturating_add(wait_ms_max)
-        });
+        waiting.due_ms = due_ms(&*entry.candidate, line.queue.service_ms(), now_ms);
         let counters = self.counters(pricing);
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {

@@ -7,9 +7,9 @@
 use state::admission::PendingCharges;
 use state::budgets::BudgetPeriod;
 use state::ids::UserKey;
-use state::quotas::{LimitRejection, PendingUse, Quota};
+use state::quotas::{LimitKind, LimitRejection, PendingUse, Quota};
 
-use super::Admission;
+use super::{Admission, LimitPreview};
 use crate::routing::UserName;
 
 /// What is left of a user's rate limits and budgets. A field is `None` if there is no such limit.
@@ -53,23 +53,79 @@ impl Admission {
         let requests = pending.requests.saturating_sub(pending.dequeued);
         let size = quota.limits.requests.map(u64::from);
         let tokens = of(quota.limits.tokens, left.tokens, pending.tokens, tokens_ms);
-        let budgets = self.budgets_left(&quota, &pending);
+        let budgets = self.budgets_left(&quota, &pending).map(|(_, left)| left);
         Some(LimitsLeft {
             requests: of(size, left.requests, requests, requests_ms),
             tokens: tokens.into_iter().chain(budgets).min_by_key(|it| it.left),
         })
     }
 
-    fn budgets_left(&self, quota: &Quota, pending: &PendingUse) -> impl Iterator<Item = LimitLeft> {
+    /// Returns what is left of each of a user's limits and budgets, less this replica's unapplied
+    /// usage.
+    pub(super) fn limits_preview(&self, user: UserKey) -> Vec<LimitPreview> {
+        let (quota, pending) = self.usage(user);
+        let now_ms = self.log_time.present_ms(self.view.now_ms());
+        let (limits, left) = (quota.limits, quota.left(now_ms));
+        let [requests_ms, tokens_ms] = quota.resets_ms(now_ms);
+        let requests = pending.requests.saturating_sub(pending.dequeued);
+        let open = requests.saturating_sub(pending.ended);
+        let of = |(limit, most, left, used, resets): (_, Option<u64>, Option<u64>, u64, _)| {
+            Some(LimitPreview {
+                limit,
+                of: most?,
+                left: left?.saturating_sub(used),
+                resets_in_ms: resets,
+            })
+        };
+        let window = [
+            (
+                LimitKind::Requests,
+                limits.requests.map(u64::from),
+                left.requests,
+                requests,
+                Some(requests_ms),
+            ),
+            (
+                LimitKind::Tokens,
+                limits.tokens,
+                left.tokens,
+                pending.tokens,
+                Some(tokens_ms),
+            ),
+            (
+                LimitKind::Concurrent,
+                limits.concurrent.map(u64::from),
+                left.concurrent,
+                open,
+                None,
+            ),
+        ];
+        let budgets = self
+            .budgets_left(&quota, &pending)
+            .map(|(limit, budget)| LimitPreview {
+                limit,
+                of: budget.limit,
+                left: budget.left,
+                resets_in_ms: Some(budget.reset_ms),
+            });
+        window.into_iter().filter_map(of).chain(budgets).collect()
+    }
+
+    fn budgets_left(
+        &self,
+        quota: &Quota,
+        pending: &PendingUse,
+    ) -> impl Iterator<Item = (LimitKind, LimitLeft)> {
         let unix_ms = self.clock.unix_ms();
         let (budget, pending) = (quota.budget, pending.billed_tokens);
         BudgetPeriod::ALL.into_iter().filter_map(move |period| {
             let left = budget.left(period, unix_ms, pending)?;
-            Some(LimitLeft {
+            let left = LimitLeft {
                 limit: left.limit,
                 left: left.tokens(),
                 reset_ms: left.resets_at_ms.saturating_sub(unix_ms),
-            })
+            };
+            Some((LimitKind::from(period), left))
         })
     }
 

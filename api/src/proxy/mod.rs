@@ -50,7 +50,7 @@ pub use record::metrics::{
 };
 pub use record::recorder::{Recorder, RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
 pub use record::request_record::{DecidedAttempt, RequestEnd, RequestRecord};
-pub use request::client_request::{ClientRequest, RequestHead, RequestReader};
+pub use request::client_request::{ClientRequest, RequestHead, RequestReader, UnsentRequest};
 pub use request::identify::{RequestOrigin, UserSource};
 pub use request::routes::{INFERENCE_PATHS, is_plain};
 pub use response::response_chunk::ResponseBodyError;

@@ -18,8 +18,8 @@ pub use gate::{Backlog, GATE_RETRY_MS, GATE_STALL_MS, Gate, PEER_SILENT_MS, boun
 pub use ledger::{Advance, CREDITED_USERS_MAX, CreditLedger, TokenDelta};
 pub use overload::{CODEL_INTERVAL_MS, CODEL_TARGET_MS, Overload, SHORT_QUEUE};
 pub use queue::{
-    DispatchVerdict, Expired, ExpiryReason, Forecast, Next, Queue, QueueRejection, QueueSettings,
-    QueuedRequest,
+    DispatchVerdict, Expired, ExpiryReason, Forecast, Next, Prospect, Queue, QueueRejection,
+    QueueSettings, QueuedRequest,
 };
 pub use retries::RetryAllowance;
 

@@ -31,7 +31,7 @@ pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_M
 pub const CONCURRENT_RETRY_MS: u64 = 1000;
 
 /// Kind of limit or budget that a request would exceed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LimitKind {
     /// Number of requests per window.
@@ -44,6 +44,15 @@ pub enum LimitKind {
     DayBudget,
     /// Number of tokens per month.
     MonthBudget,
+}
+
+impl From<BudgetPeriod> for LimitKind {
+    fn from(period: BudgetPeriod) -> Self {
+        match period {
+            BudgetPeriod::Day => Self::DayBudget,
+            BudgetPeriod::Month => Self::MonthBudget,
+        }
+    }
 }
 
 /// Rejection of a request that exceeds its user's limits.
@@ -99,10 +108,7 @@ impl Quota {
         match self.budget.exhausted(unix_ms, pending.billed_tokens) {
             None => Ok(()),
             Some((period, left)) => Err(LimitRejection {
-                limit: match period {
-                    BudgetPeriod::Day => LimitKind::DayBudget,
-                    BudgetPeriod::Month => LimitKind::MonthBudget,
-                },
+                limit: period.into(),
                 retry_after_ms: left.resets_at_ms.saturating_sub(unix_ms).max(1),
             }),
         }

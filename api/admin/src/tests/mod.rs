@@ -3,6 +3,7 @@
 mod backups;
 mod conventions;
 mod events;
+mod explained;
 mod gate;
 mod keys;
 mod log_level;
@@ -231,6 +232,8 @@ impl Bench {
             barriers: Mutex::default(),
         });
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        // Slightly later than all commands.
+        let clock = Clock::of(|| 1_000_000);
         let router = Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
@@ -240,7 +243,7 @@ impl Bench {
             outbox: OutboxSettings::default(),
             overrides: PolicyConfig::defaults(),
             select: SelectSettings::default(),
-            clock: Clock::default(),
+            clock: clock.clone(),
         });
         let settings = Arc::new(ProxySettings::new(ReplicaId(1)));
         let requests = Arc::new(RequestReader::new(&router, settings));
@@ -263,8 +266,7 @@ impl Bench {
             decider: Arc::clone(router.decider()),
             load: Arc::clone(router.load()),
             outbox: Arc::clone(router.outbox()),
-            // Slightly later than all commands.
-            clock: Clock::of(|| 1_000_000),
+            clock,
             backends,
             metrics: Arc::new(Metrics::default()),
             digests,

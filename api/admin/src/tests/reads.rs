@@ -226,6 +226,25 @@ async fn the_cluster_is_shown() {
     assert_eq!(cluster["role"], "leader");
     assert_eq!(cluster["members"]["2"]["lag"], 4);
     assert_eq!(cluster["applied_index"], 1);
+    assert_eq!(cluster["failures_survived"], 0, "two voters of two");
+    let with = |connected: [bool; 5]| {
+        let mut status = status();
+        let member = status.members[&ReplicaId(2)].clone();
+        let members = (1..).map(ReplicaId).zip(connected);
+        let members = members.map(|(id, is_connected)| {
+            let member = api::ports::MemberStatus {
+                is_connected,
+                ..member.clone()
+            };
+            (id, member)
+        });
+        status.members = members.collect();
+        status.failures_survived()
+    };
+    assert_eq!(with([true; 5]), Some(2));
+    // A replica is no peer of itself.
+    assert_eq!(with([false, true, true, true, false]), Some(1));
+    assert_eq!(with([false, true, true, false, false]), Some(0));
 }
 
 #[tokio::test]

@@ -25,9 +25,7 @@ use http::header::{CACHE_CONTROL, CONTENT_LENGTH};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, Version, response};
 use state::ids::Slot;
 use state::policy::Handover;
-use state::quotas::{LimitKind, LimitRejection};
 use tokio::time::Instant;
-use xxhash_rust::xxh3::xxh3_64;
 
 use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt};
 use self::bootstrap_rooms::run_pair;
@@ -39,7 +37,6 @@ use super::Proxy;
 use super::record::metrics::RequestMetricsGuard;
 use super::request::dialect::Dialect;
 use super::request::headers::clean_answer;
-use super::request::models::{context_tokens_max, shown_model};
 use super::request::usage_options::{WantedUsage, salted, splice};
 use super::response::answer_source::AnswerSource;
 use super::response::durable_charge::WithheldEnd;
@@ -51,20 +48,15 @@ use super::response::response_body::{
     SharedResponseBody,
 };
 use super::response::sse::SseStream;
-use crate::admission::{AdmissionRejection, DecisionTimes};
+use crate::admission::DecisionTimes;
 use crate::engines::backends::AnswerForm;
 use crate::error::{ProxyError, SHOULD_RETRY, rescue};
 use crate::prompt::{ParsedBody, ReplyShape};
-use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput, RoutingRejection};
+use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput};
 use crate::traces::{AttemptTrace, TracedDecision, WaitTrace};
 
 /// Header that controls whether nginx buffers a response.
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
-
-/// Minimum `retry-after` time for rejected clients before jitter, in milliseconds.
-const RETRY_AFTER_MS_LEAST: u64 = 1000;
-/// Maximum `retry-after` time for rejected clients before jitter, in milliseconds.
-const RETRY_AFTER_MS_MAX: u64 = 60_000;
 
 /// Response that the client receives.
 pub(super) enum ForwardResult {
@@ -189,7 +181,8 @@ pub(super) async fn admit(
     let admitted = match proxy.admission.admit(proxied, excluded).await {
         Ok(admitted) => admitted,
         Err(why) => {
-            let why = refusal(proxy, why, proxied);
+            let id = proxied.request_id.as_bytes();
+            let why = proxy.requests.refusal(why, proxied, id);
             if let Some(waits) = waits {
                 waits.refused(rescue(&why).code);
             }
@@ -322,91 +315,6 @@ pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
         tokens_max: parsed.max_tokens,
         is_whole_at_once: true,
     })
-}
-
-/// Converts the reason why a request was not admitted into the client's error.
-fn refusal(proxy: &Proxy, why: AdmissionRejection, proxied: &ProxiedRequest) -> ProxyError {
-    match why {
-        AdmissionRejection::NoBackend(why) => no_backend(proxy, why, proxied),
-        AdmissionRejection::OverLimit(over) => over_limit(over),
-        AdmissionRejection::QueueFull { retry_after_ms } => ProxyError::QueueFull {
-            retry_after_ms: jittered(retry_after_ms, proxied),
-        },
-        AdmissionRejection::TooLate {
-            wait_ms,
-            wait_ms_max,
-        } => ProxyError::TooLate {
-            wait_ms,
-            wait_ms_max,
-            retry_after_ms: jittered(wait_ms, proxied),
-        },
-        AdmissionRejection::WaitedTooLong { retry_after_ms } => ProxyError::WaitedTooLong {
-            retry_after_ms: jittered(retry_after_ms, proxied),
-        },
-        AdmissionRejection::Leaving => ProxyError::Leaving,
-    }
-}
-
-/// Converts the reason why no backend can take a request into the client's error.
-fn no_backend(proxy: &Proxy, why: RoutingRejection, proxied: &ProxiedRequest) -> ProxyError {
-    match why {
-        RoutingRejection::UnknownModel => ProxyError::UnknownModel {
-            model: shown_model(&proxied.parsed.model),
-        },
-        RoutingRejection::NoneHealthy => ProxyError::NoneHealthy,
-        RoutingRejection::NoneOffered => ProxyError::NoneOffered,
-        RoutingRejection::NoneSelected => ProxyError::NoneSelected,
-        RoutingRejection::NoneIsolating => ProxyError::NoneIsolating,
-        RoutingRejection::NotSeparable => ProxyError::NotSeparable,
-        RoutingRejection::NoPrefill => ProxyError::NoPrefill,
-        RoutingRejection::AllTried => ProxyError::Unreachable,
-        RoutingRejection::TooLarge => too_long(proxy, proxied),
-        RoutingRejection::AtLimit => ProxyError::Overloaded,
-    }
-}
-
-/// Returns the error for a user who has reached a limit or used up a budget.
-fn over_limit(over: LimitRejection) -> ProxyError {
-    let retry_after_ms = over.retry_after_ms;
-    let limit = match over.limit {
-        LimitKind::Requests => "requests per window",
-        LimitKind::Tokens => "tokens per window",
-        LimitKind::Concurrent => "requests at once",
-        LimitKind::DayBudget => return over_budget("day", retry_after_ms),
-        LimitKind::MonthBudget => return over_budget("month", retry_after_ms),
-    };
-    ProxyError::OverLimit {
-        limit,
-        retry_after_ms,
-    }
-}
-
-fn over_budget(period: &'static str, retry_after_ms: u64) -> ProxyError {
-    ProxyError::OverBudget {
-        period,
-        retry_after_ms,
-    }
-}
-
-/// Returns the error for a prompt that is too long for every engine of its model.
-fn too_long(proxy: &Proxy, proxied: &ProxiedRequest) -> ProxyError {
-    let identity = &proxied.identity;
-    let tokens = u64::from(identity.tokens);
-    let registry = proxy.view.registry();
-    let (model, per_block) = (&proxied.parsed.model, identity.tail.tokens_per_block);
-    let longest = context_tokens_max(&registry, &proxy.backends, model, per_block);
-    ProxyError::ContextTooLong {
-        tokens,
-        // The engines that were too small may be gone by now.
-        tokens_max: longest.unwrap_or(0),
-    }
-}
-
-/// Returns the `retry-after` time: `wait_ms` plus up to half of it. The addition depends on the
-/// request id, so that clients rejected together do not return together.
-fn jittered(wait_ms: u64, proxied: &ProxiedRequest) -> u64 {
-    let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
-    wait_ms + xxh3_64(proxied.request_id.as_bytes()) % (wait_ms / 2)
 }
 
 /// Returns the response to a request for which no other backend is tried.

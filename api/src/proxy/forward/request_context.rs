@@ -12,7 +12,6 @@ use state::ids::Slot;
 use crate::admission::AdmissionRequest;
 use crate::proxy::record::request_record::RequestRecord;
 use crate::proxy::request::client_request::ClientRequest;
-use crate::proxy::request::deadline;
 use crate::proxy::request::routes::shown_path;
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
@@ -134,11 +133,10 @@ impl AdmissionRequest for ProxiedRequest {
 
     fn is_selective(&self) -> bool {
         let is_limited = matches!(self.endpoints, Some(OfferedEndpoints::Those(_)));
-        is_limited || !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
+        is_limited || self.read.is_selective()
     }
 
     fn wait_max(&self, service: Duration) -> Option<Duration> {
-        let deadline = self.deadline?;
-        Some(deadline::wait_max(deadline, service, self.parsed.stream))
+        self.read.wait_max(service)
     }
 }

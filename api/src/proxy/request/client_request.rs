@@ -22,6 +22,7 @@ use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_k
 use super::request_body::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::user_models::check_user_model;
+use crate::admission::AdmissionRequest;
 use crate::error::ProxyError;
 use crate::files::text::without_mark;
 use crate::prompt::{
@@ -39,8 +40,8 @@ use crate::users::isolation::{CacheIsolation, SaltedPath, salt};
 /// Reader of requests for the data plane and `explain`. One per replica.
 pub struct RequestReader {
     reader: Arc<PromptReader>,
-    decider: Arc<Decider>,
-    view: Arc<StateView>,
+    pub(super) decider: Arc<Decider>,
+    pub(super) view: Arc<StateView>,
     keys: ClusterKeys,
     settings: Arc<ProxySettings>,
 }
@@ -82,6 +83,39 @@ pub struct ClientRequest {
     _made_by: ReaderOnly,
 }
 
+/// A request that is explained and not sent, with its headers and its id.
+#[derive(Debug)]
+pub struct UnsentRequest {
+    /// The parsed request.
+    pub read: ClientRequest,
+    /// Headers of the request.
+    pub headers: HeaderMap,
+    /// Id of the request; empty if it has none.
+    pub id: String,
+}
+
+impl AdmissionRequest for UnsentRequest {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        self.read.ask(&self.headers, &self.id, excluded)
+    }
+
+    fn priority(&self) -> i16 {
+        self.read.priority
+    }
+
+    fn tokens_max(&self) -> Option<u32> {
+        self.read.parsed.max_tokens
+    }
+
+    fn is_selective(&self) -> bool {
+        self.read.is_selective()
+    }
+
+    fn wait_max(&self, service: Duration) -> Option<Duration> {
+        self.read.wait_max(service)
+    }
+}
+
 /// Token that only the reader can create, so that only it can create a [`ClientRequest`].
 #[derive(Debug)]
 struct ReaderOnly;
@@ -97,6 +131,18 @@ impl ClientRequest {
             is_stream: self.parsed.stream,
             tokens: self.identity.tokens,
         }
+    }
+
+    /// Whether only some of the model's backends can take the request.
+    pub(in crate::proxy) fn is_selective(&self) -> bool {
+        !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
+    }
+
+    /// Returns the longest wait after which the client still gets a response that takes `service`;
+    /// `None` if the client sets no deadline.
+    pub(in crate::proxy) fn wait_max(&self, service: Duration) -> Option<Duration> {
+        let deadline = self.deadline?;
+        Some(deadline::wait_max(deadline, service, self.parsed.stream))
     }
 
     /// Returns the request in the form that routing expects.

@@ -10,6 +10,7 @@ pub(super) mod encoding;
 pub(super) mod headers;
 pub(super) mod identify;
 pub(super) mod models;
+mod refusal;
 pub(super) mod request_body;
 pub(super) mod routes;
 pub(super) mod usage_options;

@@ -66,8 +66,8 @@ pub struct Explanation {
     /// two take it, if none compute prompts for others, or if no backend was chosen.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeReason>,
-    /// Why no backend was chosen; `null`: one was.
-    pub refusal: Option<RoutingRejection>,
+    /// Why routing chooses no backend; `null`: it chooses one.
+    pub no_choice: Option<RoutingRejection>,
 }
 
 /// A backend and its part in a decision. Fields for candidates only are `null` for other backends.
@@ -125,6 +125,14 @@ pub struct ExplainedBackend {
     pub then: Option<u64>,
     /// Reason that would be given if it were clearly the best. Candidates only.
     pub would_be: Option<Reason>,
+}
+
+impl Explanation {
+    /// Removes the choice, because the request is refused before it would be routed.
+    pub fn refused(&mut self) {
+        (self.choice, self.matched, self.reason) = (None, None, None);
+        (self.prefill, self.whole) = (None, None);
+    }
 }
 
 impl ExplainedBackend {
@@ -189,7 +197,7 @@ impl Decider {
         let scores = policy::scores(config, &request, &scratch.candidates);
         let competing = scratch.candidates.iter().zip(&scores).zip(&scratch.places);
         competing.for_each(|((candidate, score), at)| backends[*at].competes(candidate, score));
-        let refusal = settled.as_ref().err().copied();
+        let no_choice = settled.as_ref().err().copied();
         let stages = settled.map(|settled| settled.view(|it| self.fleet.name_of(it)));
         let (prefill, whole) = stages.unwrap_or_default();
         let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
@@ -213,7 +221,7 @@ impl Decider {
             reason: choice.map(|choice| choice.reason),
             whole,
             prefill,
-            refusal,
+            no_choice,
         }
     }
 

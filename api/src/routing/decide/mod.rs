@@ -53,7 +53,7 @@ use crate::engines::backends::{Backends, BreakerState, Doubt};
 /// Chooses backends for requests. Each replica has one.
 pub struct Decider {
     pub(super) view: Arc<StateView>,
-    pub(super) backends: Arc<Backends>,
+    pub(crate) backends: Arc<Backends>,
     pub(super) load: LoadReader,
     pub(super) overlay: Arc<Overlay>,
     pub(super) fleet: Arc<Fleet>,

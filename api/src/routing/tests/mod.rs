@@ -418,7 +418,7 @@ fn explain_equals_the_decision_and_changes_nothing() {
         ..ask(&identity, &[])
     });
     assert_eq!(
-        (refused.refusal, refused.choice),
+        (refused.no_choice, refused.choice),
         (Some(RoutingRejection::UnknownModel), None)
     );
 }

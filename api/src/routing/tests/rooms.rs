@@ -42,7 +42,7 @@ fn put(bench: &Bench, at: usize, role: BackendRole) {
 fn slots(bench: &Bench, ask: &RoutingRequest<'_>) -> Result<(Option<u16>, u16), RoutingRejection> {
     let explained = bench.explain(ask);
     let decision = bench.decide_on(ask);
-    assert_eq!(explained.refusal, decision.as_ref().err().copied());
+    assert_eq!(explained.no_choice, decision.as_ref().err().copied());
     let decision = decision?;
     assert_eq!(explained.choice.as_deref(), Some(&*decision.name));
     let prefill = decision.prefill.as_ref();

@@ -14,9 +14,9 @@
 use std::cmp::Reverse;
 
 use super::super::overload::{Overload, SHORT_QUEUE, WaitBounds};
-use super::super::{Order, UserFigures, milli_tokens};
+use super::super::{Counters, Gate, Order, UserFigures, milli_tokens};
 use super::class::{Class, UserQueue};
-use super::{Queue, QueuedRequest, WaitingUser};
+use super::{Queue, QueuedRequest, WaitingUser, is_gated};
 use crate::ids::{Ticket, UserKey};
 
 /// Reason why a request may not wait in the queue.
@@ -68,7 +68,60 @@ pub struct Forecast {
     pub is_overloaded: bool,
 }
 
+/// Where a request would stand in a queue, and how far its user is from a turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prospect {
+    /// Number of requests that would go before it.
+    pub ahead: u64,
+    /// Predicted wait, in milliseconds; 0 while the rate is unknown.
+    pub wait_ms: u64,
+    /// Predicted time until all requests that wait have gone, in milliseconds.
+    pub drain_ms: u64,
+    /// Counter by which the queue would order it, in thousandths of a priced token. A user who
+    /// returns has at least the least counter of those who wait.
+    pub counter_milli: u64,
+    /// `V`: least counter of the users who wait with the same priority, here or at a peer; `None`
+    /// if nobody does, or if the order does not compare counters.
+    pub least_milli: Option<u64>,
+    /// `G` at the user's weight: how far above `V` a user may still be served, in thousandths of a
+    /// priced token.
+    pub slack_milli: u64,
+    /// Whether users who wait at peers go first.
+    pub is_held: bool,
+    /// Why it may not wait; `None` if it may.
+    pub rejection: Option<QueueRejection>,
+}
+
 impl Queue {
+    /// Returns where a request that arrives now would stand. Changes nothing, so the order is the
+    /// one last seen.
+    #[must_use]
+    pub fn prospect(
+        &self,
+        waiting: &QueuedRequest,
+        now_ms: u64,
+        counters: &impl Counters,
+        gate: &Gate,
+    ) -> Prospect {
+        let figures = counters.figures(waiting.user);
+        let presence = self.arrive(waiting, &figures, now_ms, gate);
+        let counter_milli = presence.counter_milli(&figures);
+        let ahead = self.ahead(waiting, &presence, &figures);
+        let key = self.key_at(waiting, &figures, counter_milli);
+        let (priority, weight_milli) = (waiting.priority, figures.weight_milli);
+        let is_gated = is_gated(self.rules.order);
+        Prospect {
+            ahead,
+            wait_ms: self.overload.wait_ms(ahead, now_ms),
+            drain_ms: self.forecast(now_ms).drain_ms,
+            counter_milli,
+            least_milli: self.least_seen(priority, now_ms, gate).filter(|_| is_gated),
+            slack_milli: figures.milli_of(gate.slack()),
+            is_held: is_gated && gate.holds(priority, key, weight_milli, now_ms),
+            rejection: self.verdict(waiting, ahead, now_ms).err(),
+        }
+    }
+
     /// Counts the request as arrived and checks whether it may wait.
     ///
     /// # Errors
@@ -85,10 +138,20 @@ impl Queue {
         }
         self.overload.arrived();
         self.look(now_ms);
+        let ahead = self.ahead(waiting, presence, figures);
+        self.verdict(waiting, ahead, now_ms)
+    }
+
+    /// Checks whether a request with `ahead` requests before it may wait.
+    fn verdict(
+        &self,
+        waiting: &QueuedRequest,
+        ahead: u64,
+        now_ms: u64,
+    ) -> Result<(), QueueRejection> {
         if self.requests.len() >= self.rules.queue_max {
             return Err(QueueRejection::Full);
         }
-        let ahead = self.ahead(waiting, presence, figures);
         if waiting.is_selective || ahead <= SHORT_QUEUE {
             return Ok(());
         }

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::ids::{Ticket, UserKey};
 
-pub use self::deadlines::{Expired, ExpiryReason, Forecast, QueueRejection};
+pub use self::deadlines::{Expired, ExpiryReason, Forecast, Prospect, QueueRejection};
 
 /// Number of user queues refreshed on every call of [`Queue::refresh`].
 const REFRESH_QUEUES: usize = 4;
@@ -298,12 +298,7 @@ impl Queue {
                 ..*presence
             };
         }
-        let own = self
-            .classes
-            .range((Reverse(waiting.priority), 0)..=(Reverse(waiting.priority), u16::MAX))
-            .filter_map(|(_, class)| class.heads.first())
-            .map(|(key, ..)| *key);
-        let least = own.chain(gate.least(waiting.priority, now_ms)).min();
+        let least = self.least_seen(waiting.priority, now_ms, gate);
         let floor_milli = match self.rules.order {
             Order::Vtc | Order::VtcMaxFair | Order::VtcPred | Order::Dlpm => {
                 least.unwrap_or_default()
@@ -323,6 +318,16 @@ impl Queue {
             .unwrap_or_else(|| presence.counter_milli(figures))
             .saturating_add(figures.milli_of(quantum(gate)));
         presence
+    }
+
+    /// Returns the least key, as last seen, of those who wait with this priority here or at a peer.
+    fn least_seen(&self, priority: i16, now_ms: u64, gate: &Gate) -> Option<u64> {
+        let own = self
+            .classes
+            .range((Reverse(priority), 0)..=(Reverse(priority), u16::MAX))
+            .filter_map(|(_, class)| class.heads.first())
+            .map(|(key, ..)| *key);
+        own.chain(gate.least(priority, now_ms)).min()
     }
 
     /// Removes and returns a request without recording a departure. `None` if it does not wait.

@@ -312,3 +312,49 @@ fn a_batch_ends_at_the_first_request_that_does_not_fit() {
     let mut form = || batch(&mut queue, &mut users, 1, room);
     assert_eq!([form(), form(), form()], [vec![1], vec![2, 3], vec![4]]);
 }
+
+#[test]
+fn a_prospect_is_the_place_that_the_request_would_get() {
+    let users = Users::with(&[100, 300, 0]);
+    let here = [waiting(1, 1), waiting(1, 2), waiting(2, 3)];
+    let mut queue = queue(Order::Vtc, &users, &here);
+    let of = |user, gate: &Gate| queue.prospect(&waiting(user, 9), 0, &users, gate);
+    let alone = Gate::default();
+    let ahead = [1, 2, 3, 4].map(|user| of(user, &alone).ahead);
+    assert_eq!(
+        ahead,
+        [2, 3, 0, 1],
+        "user 4 returns, and is raised to user 1"
+    );
+    assert_eq!(of(4, &alone).counter_milli, 100_000);
+    assert_eq!(of(2, &alone).least_milli, Some(100_000));
+    assert!(!of(2, &alone).is_held);
+
+    let mut gate = Gate::default();
+    let backlog = Backlog {
+        priority: 0,
+        least_milli: 50_000,
+        users: 1,
+        waiting: 1,
+    };
+    gate.record_report(crate::ids::ReplicaId(2), Some(backlog), 0);
+    gate.set_slack(100);
+    assert_eq!(of(2, &gate).least_milli, Some(50_000));
+    assert_eq!(of(2, &gate).slack_milli, 100_000);
+    assert_eq!(
+        [1, 2, 3].map(|user| of(user, &gate).is_held),
+        [false, true, false]
+    );
+    assert_eq!(drain(&mut queue, &users), [1, 2, 3], "nothing has changed");
+}
+
+#[test]
+fn a_prospect_in_a_full_queue_is_a_refusal() {
+    let users = Users::with(&[0, 0]);
+    let queue = Queue::new(QueueSettings {
+        queue_max: 0,
+        ..rules(Order::Vtc)
+    });
+    let prospect = queue.prospect(&waiting(1, 1), 0, &users, &Gate::default());
+    assert_eq!(prospect.rejection, Some(QueueRejection::Full));
+}
