@@ -22,6 +22,8 @@ mod disaggregated;
 mod discovery;
 #[path = "cluster/engine_check.rs"]
 mod engine_check;
+#[path = "cluster/everywhere.rs"]
+mod everywhere;
 #[path = "cluster/gateway.rs"]
 mod gateway;
 #[path = "cluster/learnt.rs"]

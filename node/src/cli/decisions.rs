@@ -9,6 +9,7 @@ use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::{AdminTarget, encoded};
+use super::members::members;
 use super::read::print_json;
 use super::table::{cell, millis, percent};
 
@@ -147,16 +148,11 @@ pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result
     if !is_all {
         return Ok(vec![target]);
     }
-    let cluster = target.get("/admin/v1/cluster").await?;
-    let own = cell(&cluster["id"]);
-    let mut targets = vec![target];
-    if let Some(members) = cluster["members"].as_object() {
-        let others = members.iter().filter(|(id, _)| **id != own);
-        let urls = others.filter_map(|(_, member)| member["labels"]["admin"].as_str());
-        let others: Vec<_> = urls.filter_map(|url| targets[0].at(url).ok()).collect();
-        targets.extend(others);
-    }
-    Ok(targets)
+    let members = members(&target).await?;
+    Ok(members
+        .into_iter()
+        .filter_map(|it| it.target.ok())
+        .collect())
 }
 
 /// Formats the record of a request as text.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use api::files::text::read_text;
@@ -12,9 +13,9 @@ use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::AdminTarget;
-use super::decisions;
-use super::read::print_json;
+use super::read::{print_json, thousandths};
 use super::table::{cell, percent};
+use super::{decisions, everywhere};
 
 /// Arguments of `quorate explain`.
 #[derive(Debug, clap::Args)]
@@ -51,6 +52,9 @@ pub(super) struct ExplainArgs {
     /// contain
     #[arg(long, value_name = "NAME", conflicts_with = "peer")]
     user: Option<String>,
+    /// Explain on every member of the cluster at one log index and compare; fails if any differs
+    #[arg(long, conflicts_with = "request_id")]
+    everywhere: bool,
     /// Wait until everything committed so far is applied
     #[arg(long)]
     linearizable: bool,
@@ -92,6 +96,12 @@ pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
         "local"
     };
     let path = format!("/admin/v1/explain?read={read}");
+    if args.everywhere {
+        let compared = everywhere::explain(&args.target, &path, &request, args.json);
+        let (text, code) = compared.await?;
+        terminal::print(text)?;
+        return Ok(code);
+    }
     let answer = args
         .target
         .send(Method::POST, &path, Some(&request))
@@ -155,9 +165,10 @@ fn facts(answer: &Value) -> Vec<String> {
         cell(&answer["tokens_per_block"]),
         cell(&answer["blocks_matchable"]),
     );
-    let choice = match &answer["choice"] {
-        Value::Null => format!("none: {}", cell(&answer["refusal"])),
-        choice => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
+    let choice = match (&answer["choice"], &answer["no_choice"]) {
+        (Value::Null, Value::Null) => "none: the request is refused before it is routed".to_owned(),
+        (Value::Null, why) => format!("none: {}", cell(why)),
+        (choice, _) => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
     let session = match &answer["request"]["session_source"] {
         Value::Null => "none that the policy uses".to_owned(),
@@ -193,6 +204,7 @@ fn facts(answer: &Value) -> Vec<String> {
             cell(&answer["read"])
         ),
     ];
+    lines.extend(admission(answer));
     match (&answer["prefill"], &answer["whole"]) {
         (Value::Object(prefill), _) => lines.push(format!(
             "prefill  {}, by {}; it holds {} blocks, handed over by {}",
@@ -211,6 +223,82 @@ fn facts(answer: &Value) -> Vec<String> {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));
     }
     lines
+}
+
+/// Returns what admission would do with the request, one fact per line.
+fn admission(answer: &Value) -> Vec<String> {
+    let told = &answer["admission"];
+    let fate = match &answer["refusal"] {
+        Value::Null if told["would_wait"] == true => format!(
+            "waits: place {} in this replica's queue, {}{}",
+            cell(&told["place"]),
+            match &told["predicted_wait_ms"] {
+                Value::Number(ms) if ms.as_u64() > Some(0) => {
+                    format!("about {} s", thousandths(&told["predicted_wait_ms"]))
+                }
+                _ => "for a time that is not known yet".to_owned(),
+            },
+            match told["waits_for_peers"].as_bool() {
+                Some(true) => "; users who wait at other replicas go first",
+                Some(false) | None => "",
+            }
+        ),
+        Value::Null => "goes at once".to_owned(),
+        refusal => format!(
+            "refused with {} {}: {}{}",
+            cell(&refusal["status"]),
+            cell(&refusal["code"]),
+            cell(&refusal["message"]),
+            match refusal["retry_after_s"].as_u64() {
+                Some(seconds) => format!("; retry after {seconds} s"),
+                None => String::new(),
+            }
+        ),
+    };
+    let limits = told["limits"].as_array().into_iter().flatten();
+    let limits: Vec<String> = limits.map(limit).collect();
+    let limits = match limits.is_empty() {
+        true => "none".to_owned(),
+        false => limits.join("; "),
+    };
+    let tokens = |name: &str| thousandths(&told[name]);
+    let fairness = match &told["least_counter_milli_tokens"] {
+        Value::Null => "nobody else waits".to_owned(),
+        _ => format!(
+            "may be up to {} above the least of those who wait, {}",
+            tokens("slack_milli_tokens"),
+            tokens("least_counter_milli_tokens"),
+        ),
+    };
+    vec![
+        format!("admitted {fate}"),
+        format!("limits   {limits}"),
+        format!("counter  {}; {fairness}", tokens("counter_milli_tokens")),
+    ]
+}
+
+/// Describes what is left of a limit or budget.
+fn limit(left: &Value) -> String {
+    let kind = match left["limit"].as_str() {
+        Some("requests") => "requests",
+        Some("tokens") => "tokens",
+        Some("concurrent") => "requests at once",
+        Some("day-budget") => "tokens of the day's budget",
+        Some("month-budget") => "tokens of the month's budget",
+        Some(_) | None => "",
+    };
+    let resets = match left["resets_in_ms"].as_u64() {
+        Some(ms @ 1..) => {
+            let seconds = Duration::from_secs(ms.div_ceil(1000));
+            format!(", all again in {}", humantime::format_duration(seconds))
+        }
+        Some(0) | None => String::new(),
+    };
+    format!(
+        "{} of {} {kind} left{resets}",
+        cell(&left["left"]),
+        cell(&left["of"])
+    )
 }
 
 /// Formats an explanation as text.

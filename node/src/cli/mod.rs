@@ -14,6 +14,7 @@ mod decisions;
 mod edit;
 mod engine_check;
 mod events;
+mod everywhere;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -22,6 +23,7 @@ mod inspect;
 mod keys;
 mod log_level;
 mod man;
+mod members;
 mod read;
 mod record;
 mod recover;
@@ -30,6 +32,7 @@ mod serve;
 mod settings;
 mod simulate;
 mod source;
+mod status;
 mod table;
 mod token;
 mod top;
@@ -73,7 +76,7 @@ enum CliCommand {
     /// Run a demo cluster on loopback, with engines and a load test
     Dev(crate::dev::DevArgs),
     /// Show the cluster as a replica sees it
-    Status(watch::WatchArgs),
+    Status(status::StatusArgs),
     /// Show replicas, backends and users, live
     Top(top::TopArgs),
     /// List backends; show, add, change, drain or remove one
@@ -202,7 +205,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             block_on(lab::engine::run(args))
         }
         CliCommand::EngineCheck(args) => block_on(engine_check::run(args)),
-        CliCommand::Status(args) => block_on(watch::watch(args, read::status)),
+        CliCommand::Status(args) => block_on(status::watch_status(args)),
         CliCommand::Top(args) => block_on(top::run(args)),
         CliCommand::Backend(args) => block_on(backends::run(args)),
         CliCommand::User(args) => block_on(users::run(args)),
