@@ -191,6 +191,11 @@ fn status() -> ClusterStatus {
     }
 }
 
+/// Returns a clock that is slightly later than all commands.
+fn clock() -> Clock {
+    Clock::of(|| 1_000_000)
+}
+
 /// An admin API for tests, with its dependencies.
 struct Bench {
     cluster: Arc<Fake>,
@@ -232,8 +237,6 @@ impl Bench {
             barriers: Mutex::default(),
         });
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
-        // Slightly later than all commands.
-        let clock = Clock::of(|| 1_000_000);
         let router = Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
@@ -243,7 +246,7 @@ impl Bench {
             outbox: OutboxSettings::default(),
             overrides: PolicyConfig::defaults(),
             select: SelectSettings::default(),
-            clock: clock.clone(),
+            clock: clock(),
         });
         let settings = Arc::new(ProxySettings::new(ReplicaId(1)));
         let requests = Arc::new(RequestReader::new(&router, settings));
@@ -266,7 +269,7 @@ impl Bench {
             decider: Arc::clone(router.decider()),
             load: Arc::clone(router.load()),
             outbox: Arc::clone(router.outbox()),
-            clock,
+            clock: clock(),
             backends,
             metrics: Arc::new(Metrics::default()),
             digests,
