@@ -7,10 +7,7 @@ use crate::common::{Driver, batch, restored, snapshot, spec};
 use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Reply};
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 use state::policy::RoutingSettings;
-use state::service::{
-    ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX, BackendServiceView, BeliefSample, CapacitySource,
-    ServiceSample,
-};
+use state::service::{BackendServiceView, BeliefSample, CapacitySource, ServiceSample};
 
 const BACKEND: BackendRef = BackendRef {
     slot: Slot(0),
@@ -338,19 +335,30 @@ fn unreported_capacities_share_the_assumed_total() {
         let served = *view.service().get(Slot(slot)).unwrap();
         served.capacity_blocks
     };
-    assert_eq!(assumed(&driver, 0), Some(ASSUMED_BLOCKS_MAX));
+    assert_eq!(assumed(&driver, 0), Some(100_000));
     for (number, name) in ["b", "c", "d"].into_iter().enumerate() {
         let port = u16::try_from(number + 2).unwrap();
         driver.apply(1, Command::PutBackend(spec(name, port, None)));
     }
     let shared: Vec<_> = (0..4).map(|slot| assumed(&driver, slot)).collect();
-    assert_eq!(shared, [Some(ASSUMED_BLOCKS_ALL / 4); 4]);
+    assert_eq!(shared, [Some(50_000); 4]);
     driver.apply(1, Command::PutBackend(spec("b", 2, Some(7))));
     let name = "c".to_owned();
     driver.apply(1, Command::DeleteBackend { name });
     let shared: Vec<_> = [0, 1, 3].map(|slot| assumed(&driver, slot)).into();
-    let half = Some(ASSUMED_BLOCKS_ALL / 2);
-    assert_eq!(shared, [half, Some(7), half]);
+    assert_eq!(shared, [Some(100_000), Some(7), Some(100_000)]);
+    for (blocks, total, share) in [(60, 100, 50), (30, 100, 30), (5, 1, 1)] {
+        driver.apply(
+            1,
+            Command::PutRouting(RoutingSettings {
+                assumed_blocks: blocks,
+                assumed_blocks_total: total,
+                ..RoutingSettings::default()
+            }),
+        );
+        let shared: Vec<_> = [0, 1, 3].map(|slot| assumed(&driver, slot)).into();
+        assert_eq!(shared, [Some(share), Some(7), Some(share)]);
+    }
     assert_eq!(driver.state.check(), Ok(()));
 }
 

@@ -261,6 +261,15 @@ pub struct RoutingConfig {
     #[schemars(range(max = 1000))]
     #[default(RoutingSettings::default().prediction_off_permille)]
     pub prediction_off_permille: u32,
+    /// Maximum number of blocks that one engine of unknown cache size is assumed to hold, until its
+    /// answers say more. Read when a cluster is created, as above.
+    #[schemars(range(min = 1))]
+    #[default(RoutingSettings::default().assumed_blocks)]
+    pub assumed_blocks: u32,
+    /// The same for all such engines together. Read when a cluster is created, as above.
+    #[schemars(range(min = 1))]
+    #[default(RoutingSettings::default().assumed_blocks_total)]
+    pub assumed_blocks_total: u32,
     /// Settings of the policies.
     #[serde(flatten)]
     pub policies: PolicyTables,

@@ -57,6 +57,8 @@ pub(super) fn settings(
         models,
         learn: file.routing.learn,
         prediction_off_permille: file.routing.prediction_off_permille,
+        assumed_blocks: file.routing.assumed_blocks,
+        assumed_blocks_total: file.routing.assumed_blocks_total,
     }
 }
 

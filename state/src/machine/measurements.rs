@@ -127,7 +127,7 @@ impl RouterState {
     /// Returns the capacity that is first assumed for each backend with an unknown one, in blocks.
     fn initial_capacity_share(&self) -> u32 {
         let untold = self.backends.iter().filter(|it| it.has_unknown_capacity());
-        service::share(untold.count())
+        service::share(untold.count(), &self.settings.routing)
     }
 
     /// Updates all unknown capacities, after the number of backends with one changed.

@@ -32,6 +32,7 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         settings.validate()?;
         self.settings.routing = settings;
+        self.resize_unknown_capacities();
         self.note(origin, AuditAction::PutRouting, String::new());
         Ok(())
     }

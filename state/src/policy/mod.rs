@@ -38,7 +38,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use self::rank::{Policy, Ranks, pick};
 use crate::ids::Slot;
 use crate::reject::Rejection;
-use crate::validate::{at_most, ensure, is_name};
+use crate::validate::{at_least, at_most, ensure, is_name};
 
 pub use chwbl::ChwblSettings;
 pub use cost::CostSettings;
@@ -210,6 +210,11 @@ pub struct RoutingSettings {
     /// Error of cache predictions above which a backend is marked as mispredicted, in thousandths
     /// of the prompt tokens.
     pub prediction_off_permille: u32,
+    /// Maximum number of blocks that one backend of unknown cache size is assumed to hold.
+    pub assumed_blocks: u32,
+    /// Maximum number of blocks that all backends of unknown cache size are assumed to hold
+    /// together before their responses say more.
+    pub assumed_blocks_total: u32,
 }
 
 impl Default for RoutingSettings {
@@ -218,6 +223,8 @@ impl Default for RoutingSettings {
             models: BTreeMap::new(),
             learn: true,
             prediction_off_permille: 200,
+            assumed_blocks: 100_000,
+            assumed_blocks_total: 200_000,
         }
     }
 }
@@ -240,11 +247,10 @@ impl RoutingSettings {
                 other => other,
             })?;
         }
-        at_most(
-            "prediction_off_permille",
-            self.prediction_off_permille,
-            1000,
-        )
+        let off_permille = self.prediction_off_permille;
+        at_most("prediction_off_permille", off_permille, 1000)?;
+        at_least("assumed_blocks", self.assumed_blocks, 1)?;
+        at_least("assumed_blocks_total", self.assumed_blocks_total, 1)
     }
 }
 

@@ -1,10 +1,10 @@
 //! Capacity of a cache of unknown size, learned from misses.
 //!
 //! Without a bound, everything ever sent to such an engine would count as cached forever. A backend
-//! is therefore assumed to hold at most [`ASSUMED_BLOCKS_MAX`] blocks, and all such backends
-//! together [`ASSUMED_BLOCKS_ALL`]. From there on the engine's responses decide: after every
-//! [`TOKENS_PER_STEP`] prompt tokens, the predictions since the last step are compared with the
-//! cached tokens that the engine reported.
+//! is therefore assumed to hold at most [`RoutingSettings::assumed_blocks`], and all such backends
+//! together [`RoutingSettings::assumed_blocks_total`]. From there on the engine's responses decide:
+//! after every [`TOKENS_PER_STEP`] prompt tokens, the predictions since the last step are compared
+//! with the cached tokens that the engine reported.
 //!
 //! - *Missed*: more than 1/32 of the prompt tokens were predicted but not cached. The capacity
 //!   shrinks to 7/8 of the owned blocks, not of the assumption, which may be far above them.
@@ -20,11 +20,8 @@ use bincode::{Decode, Encode};
 
 use super::ServiceSample;
 use crate::ids::Slot;
+use crate::policy::RoutingSettings;
 
-/// Maximum number of blocks that one backend of unknown capacity is assumed to hold.
-pub const ASSUMED_BLOCKS_MAX: u32 = 100_000;
-/// Initial number of blocks that all backends of unknown capacity are assumed to hold together.
-pub const ASSUMED_BLOCKS_ALL: u32 = 200_000;
 /// Minimum learned capacity of a backend, in blocks.
 const BLOCKS_MIN: u32 = 16;
 /// Number of prompt tokens after which a step compares predictions with cached tokens.
@@ -36,9 +33,10 @@ const MISSED_PART: u64 = 32;
 const GROWTH_PART: u32 = 128;
 
 /// Returns the initial capacity of each of `untold` backends of unknown capacity, in blocks.
-pub(crate) fn share(untold: usize) -> u32 {
+pub(crate) fn share(untold: usize, settings: &RoutingSettings) -> u32 {
     let untold = u32::try_from(untold).unwrap_or(u32::MAX).max(1);
-    (ASSUMED_BLOCKS_ALL / untold).clamp(1, ASSUMED_BLOCKS_MAX)
+    let share = settings.assumed_blocks_total / untold;
+    share.clamp(1, settings.assumed_blocks)
 }
 
 /// Learned capacity of one incarnation of a backend.

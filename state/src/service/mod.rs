@@ -22,7 +22,6 @@ use crate::ids::{BackendRef, Slot};
 
 pub use accuracy::AccuracyView;
 pub(crate) use accuracy::{Accuracy, CapacityObservation};
-pub use assumed_capacity::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
 pub(crate) use assumed_capacity::{AssumedCapacities, share};
 pub use capacity_correction::BeliefSample;
 pub(crate) use capacity_correction::CapacityCorrections;

@@ -132,6 +132,7 @@ fn command(rng: &mut Rng, is_plain: bool) -> Command {
         13 => Command::PutRouting(RoutingSettings {
             learn: rng.below(2) == 0,
             prediction_off_permille: rng.within(50, 500),
+            assumed_blocks: rng.within(16, 100_000),
             ..RoutingSettings::default()
         }),
         14..=16 => {
