@@ -48,7 +48,7 @@ pub(super) async fn follow(
                         tracing::info!(slot = backend.slot.0, ranks, "engine has ranks");
                     }
                 }
-                // While a member of an earlier build cannot decode it, ranks share a slot.
+                // Without a quorum, ranks share a slot until the next round.
                 Some(Err(error)) => tracing::debug!(%error, "could not follow ranks yet"),
             }
         }

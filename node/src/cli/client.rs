@@ -270,7 +270,7 @@ impl AdminTarget {
     }
 
     /// Reads the resource at `path` after everything that was committed before. Also returns its
-    /// version, which replicas of an earlier build do not report.
+    /// version; `None` if it does not exist.
     pub(super) async fn latest(
         &self,
         path: &str,

@@ -51,7 +51,8 @@ impl Reachability {
         lately.map(|(peer, _)| *peer).collect()
     }
 
-    /// Records that `peer` has applied its log up to `index`. Earlier builds do not report it (0).
+    /// Records that `peer` has applied its log up to `index`; 0 while it has
+    /// applied nothing.
     pub(crate) fn applied(&self, peer: u64, index: u64) {
         if index > 0 {
             lock(&self.0).applied.insert(peer, index);
@@ -63,7 +64,7 @@ impl Reachability {
         lock(&self.0).applied.clone()
     }
 
-    /// Records the `report` of `peer`. Earlier builds report nothing, not even themselves.
+    /// Records the `report` of `peer`, unless it is empty: a report names at least its sender.
     pub(crate) fn reported(&self, peer: u64, report: PeerReport) {
         if report.hears.contains(&peer) {
             lock(&self.0).reports.insert(peer, (Instant::now(), report));

@@ -119,7 +119,7 @@ struct Seat {
 
 struct World {
     settings: AdmissionSettings,
-    /// Whether replicas exchange share reports; otherwise they behave as next to an older build.
+    /// Whether replicas exchange share reports.
     has_shares: bool,
     log: Mutex<SharedLog>,
     seats: Mutex<BTreeMap<ReplicaId, Seat>>,
