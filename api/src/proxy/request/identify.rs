@@ -62,18 +62,13 @@ impl UserSource {
 /// Returns the client's keys from `authorization: Bearer`, `x-api-key` and `api-key`, in this order.
 /// Some clients send a placeholder in one header and their key in another.
 fn api_keys(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
-    let bearer = headers
-        .get(AUTHORIZATION)
-        .map(http::HeaderValue::as_bytes)
-        .and_then(|value| {
-            let (scheme, key) = value.split_at_checked(7)?;
-            scheme
-                .eq_ignore_ascii_case(b"bearer ")
-                .then(|| key.trim_ascii())
-        });
-    let plain = |name: HeaderName| headers.get(name).map(|value| value.as_bytes().trim_ascii());
-    let keys = [bearer, plain(API_KEY), plain(AZURE_KEY)];
-    keys.into_iter().flatten().filter(|key| !key.is_empty())
+    let bearer = headers.get_all(AUTHORIZATION).iter().filter_map(|value| {
+        let (scheme, key) = value.as_bytes().split_at_checked(7)?;
+        scheme.eq_ignore_ascii_case(b"bearer ").then_some(key)
+    });
+    let plain = |name: HeaderName| headers.get_all(name).iter().map(HeaderValue::as_bytes);
+    let keys = bearer.chain(plain(API_KEY)).chain(plain(AZURE_KEY));
+    keys.map(<[u8]>::trim_ascii).filter(|key| !key.is_empty())
 }
 
 /// Returns the holder of the first of the client's keys that is valid. Rejects clients without one if

@@ -177,15 +177,13 @@ fn model_id(path: &str) -> Cow<'_, str> {
 /// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`; `None` for other paths. Also returns
 /// whether to cancel.
 fn stored_response(path: &str) -> Option<(&str, bool)> {
-    if NOT_STORED.contains(&path) {
-        return None;
-    }
     let rest = path.strip_prefix("/v1/responses/")?;
     let (id, is_cancel) = match rest.strip_suffix("/cancel") {
         Some(id) => (id, true),
         None => (rest, false),
     };
-    is_response_id(id).then_some((id, is_cancel))
+    let whole = path.strip_suffix("/cancel").unwrap_or(path);
+    (!NOT_STORED.contains(&whole) && is_response_id(id)).then_some((id, is_cancel))
 }
 
 /// Whether `id` may be part of the path of a stored response.
@@ -366,6 +364,7 @@ mod tests {
             (Method::GET, "/v1/responses/a/b", 404),
             (Method::DELETE, "/v1/responses/metrics", 404),
             (Method::POST, "/v1/responses/compact", 404),
+            (Method::POST, "/v1/responses/compact/cancel", 404),
             (Method::GET, "/v1/responses/input_tokens", 404),
         ] {
             assert_eq!(status(&method, path), expected, "{method} {path}");
