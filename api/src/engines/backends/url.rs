@@ -3,10 +3,11 @@
 //! The registry and the config hold a URL in normalised form, with its port, one spelling of its
 //! host and without a trailing slash, so that equal locations have equal texts.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 
 use http::uri::{Authority, PathAndQuery};
 use http::{HeaderValue, Uri};
+use url::Host;
 
 const HTTP_PORT: u16 = 80;
 const HTTPS_PORT: u16 = 443;
@@ -123,12 +124,16 @@ fn address(authority: &str, default_port: u16) -> Option<String> {
     is_plain.then(|| format!("{}:{port}", host(parsed.host())))
 }
 
-/// Returns the one spelling of a host: names in lower case, IPv6 addresses in their short form.
+/// Returns the one spelling of a host: names in lower case, addresses in their shortest form. An
+/// IPv4 address may be written as resolvers read it (`127.1`), or mapped to IPv6.
 fn host(text: &str) -> String {
-    let bare = text.trim_start_matches('[').trim_end_matches(']');
-    match bare.parse::<Ipv6Addr>() {
-        Ok(ip) => format!("[{ip}]"),
-        Err(_) => text.to_ascii_lowercase(),
+    match Host::parse(text) {
+        Ok(Host::Ipv4(ip)) => ip.to_string(),
+        Ok(Host::Ipv6(ip)) => match ip.to_ipv4_mapped() {
+            Some(ip) => ip.to_string(),
+            None => format!("[{ip}]"),
+        },
+        Ok(Host::Domain(_)) | Err(_) => text.to_ascii_lowercase(),
     }
 }
 
@@ -155,6 +160,11 @@ mod tests {
             ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
             ("http://[::1]/v", "http://[::1]:80/v"),
             ("http://[0:0::0:1]", "http://[::1]:80"),
+            ("http://[::ffff:10.0.0.1]", "http://10.0.0.1:80"),
+            ("http://127.1", "http://127.0.0.1:80"),
+            ("http://2130706433", "http://127.0.0.1:80"),
+            ("http://0x7f.0.0.01:1", "http://127.0.0.1:1"),
+            ("http://gpu_1.", "http://gpu_1.:80"),
             ("http://GPU1.Example:8000", "http://gpu1.example:8000"),
             ("http://a:1/team-a/m.1/", "http://a:1/team-a/m.1"),
             ("https://gpu1", "https://gpu1:443"),
