@@ -87,6 +87,24 @@ async fn every_replica_finds_a_stored_response() {
 }
 
 #[tokio::test]
+async fn an_engine_that_errs_does_not_hide_the_holder() {
+    for (status, alone) in [
+        ("401 Unauthorized", 503),
+        ("500 Internal Server Error", 503),
+        ("400 Bad Request", 400),
+    ] {
+        let erring = Engine::always(vec![answer_json(status, "{\"error\":{}}")]).await;
+        let holder = keeper("resp_a").await;
+        let fleet = Fleet::start(&[&erring, &holder]).await;
+        let mut client = fleet.client().await;
+        let answer = client.ask(bare("GET", "/v1/responses/resp_a")).await;
+        assert_eq!(answer.status, 200, "{status}");
+        let answer = client.ask(bare("GET", "/v1/responses/resp_x")).await;
+        assert_eq!(answer.status, alone, "{status}");
+    }
+}
+
+#[tokio::test]
 async fn a_missing_response_is_404_unless_an_engine_was_silent() {
     let engine = keeper("resp_a").await;
     let fleet = Fleet::start(&[&engine]).await;

@@ -25,6 +25,7 @@ use super::attempt::read_refusal;
 use super::request_context::ProxiedRequest;
 use super::{ForwardResult, clean_head, content, timeouts};
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
+use crate::engines::backends::refuses_credentials;
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::request::dialect::Dialect;
@@ -72,8 +73,9 @@ pub(in crate::proxy) async fn forward_stored(
     head: &Parts,
     from: RequestContext<'_>,
 ) -> Result<ForwardResult, ProxyError> {
-    let mut was_silent = false;
-    for backend in storing_backends(proxy, None) {
+    let (backends, mut was_silent) = storing_backends(proxy, None);
+    let mut refusal = None;
+    for backend in backends {
         let asked = async {
             if holder.has_some_models(&proxy.view) {
                 let response = ask(proxy, &backend, &reading(head), from).await?;
@@ -93,7 +95,18 @@ pub(in crate::proxy) async fn forward_stored(
                 // Read to the end, so that the connection can be reused.
                 drop(read_refusal(response).await);
             }
-            Ok(Ok(Ok(response))) => return Ok(relay(proxy, &backend, response)),
+            Ok(Ok(Ok(response))) if response.status().is_success() => {
+                return Ok(relay(proxy, &backend, response));
+            }
+            // Another engine may have it. If none has, its holder refused.
+            Ok(Ok(Ok(response))) => {
+                let status = response.status();
+                let is_clients = status.is_client_error() && !refuses_credentials(status);
+                was_silent |= !is_clients;
+                if is_clients && refusal.is_none() {
+                    refusal = Some(relay(proxy, &backend, response));
+                }
+            }
             Ok(Err(SendError::Gone)) => {}
             Ok(Err(error)) => {
                 let backend = &*backend.id;
@@ -104,6 +117,9 @@ pub(in crate::proxy) async fn forward_stored(
             }
             Err(_) => was_silent = true,
         }
+    }
+    if let Some(refusal) = refusal {
+        return Ok(refusal);
     }
     if was_silent {
         // One of the silent engines may have it.
@@ -130,8 +146,8 @@ pub(in crate::proxy) async fn without_previous_response(
     let Some(id) = id.filter(|id| is_response_id(id)) else {
         return Ok(Vec::new());
     };
-    let backends = storing_backends(proxy, Some(&proxied.parsed.model));
-    if backends.len() < 2 {
+    let (backends, mut was_silent) = storing_backends(proxy, Some(&proxied.parsed.model));
+    if backends.len() < 2 && !was_silent {
         return Ok(Vec::new());
     }
     let mut head = proxied.head.clone();
@@ -148,7 +164,6 @@ pub(in crate::proxy) async fn without_previous_response(
         .into_iter()
         .map(|backend| ask_in_time(proxy, backend, &head, from));
     let mut answers = stream::iter(asked).buffer_unordered(ASKED_AT_ONCE_MAX);
-    let mut was_silent = false;
     while let Some((slot, answer)) = answers.next().await {
         match answer {
             Ok(answer) if answer.status().is_success() => {
@@ -158,8 +173,11 @@ pub(in crate::proxy) async fn without_previous_response(
                 let others = others.filter(|other| *other != slot && !of_engine.contains(other));
                 return Ok(others.collect());
             }
-            // Read to the end, so that the connection can be reused.
-            Ok(answer) => drop(read_refusal(answer).await),
+            Ok(answer) => {
+                was_silent |= !is_elsewhere(answer.status()) && !answer.status().is_client_error();
+                // Read to the end, so that the connection can be reused.
+                drop(read_refusal(answer).await);
+            }
             Err(SendError::Gone) => {}
             Err(_) => was_silent = true,
         }
@@ -171,19 +189,19 @@ pub(in crate::proxy) async fn without_previous_response(
 }
 
 /// Returns all available engines, or those of `model`, draining ones included: they may have stored
-/// the response.
-fn storing_backends(proxy: &Proxy, model: Option<&str>) -> Vec<StoringBackend> {
+/// the response. Also returns whether others are unavailable, which may have it too.
+fn storing_backends(proxy: &Proxy, model: Option<&str>) -> (Vec<StoringBackend>, bool) {
     let registry = proxy.view.registry();
     // The ranks of an engine share one store.
     let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
     let backends = backends.filter(|it| model.is_none_or(|model| it.serves(model)));
-    let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
-    up.map(|backend| StoringBackend {
+    let (up, down): (Vec<_>, Vec<_>) = backends.partition(|it| proxy.backends.is_up(&registry, it));
+    let up = up.into_iter().map(|backend| StoringBackend {
         handle: backend.handle,
         id: backend.spec.id.clone(),
         url: backend.spec.url.clone(),
-    })
-    .collect()
+    });
+    (up.collect(), !down.is_empty())
 }
 
 /// Whether `status` means that an engine has no such response or no such route.
