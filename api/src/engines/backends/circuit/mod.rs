@@ -6,7 +6,8 @@
 //! connection, broken off, timed out or left by a client before any output, a 5xx, or an error
 //! within a response (`dispatch/attempt/report.rs` judges clients that leave). After a pause it is
 //! half-open and admits requests one at a time. A successful one closes the circuit; a failed one
-//! reopens it for twice as long, up to a bound. Only a share of a model's backends is skipped at a
+//! reopens it for twice as long, up to a bound. So do failures soon after it closed, because a
+//! response that begins well may fail later. Only a share of a model's backends is skipped at a
 //! time.
 //!
 //! A failure may be the request's fault. One user's failures alone do not open a circuit while the
@@ -93,6 +94,9 @@ struct CircuitBreaker {
     /// Recent attempts, oldest first.
     recent: VecDeque<AttemptRecord>,
     openings: u32,
+    /// Number of openings before it last closed, and the time of that, in microseconds since
+    /// `began`; `None` if it never closed.
+    relapse: Option<(u32, u64)>,
     /// When the circuit opened, in microseconds since `began`.
     opened_us: u64,
     /// Time of the last response, in microseconds since `began`; `None` if there was none, or if a
@@ -273,7 +277,9 @@ impl CircuitBreakers {
         }
         let was_open = circuit.openings > 0;
         if was_open {
+            let relapse = Some((circuit.openings, self.micros(now)));
             self.close(cell, &mut circuit, Some(backend));
+            circuit.relapse = relapse;
         }
         circuit.note(Some(user), false);
         circuit.answered_us = Some(self.micros(now));
@@ -344,6 +350,7 @@ impl CircuitBreakers {
             .is_some_and(|(blamed, _)| Some(blamed) == user);
         if is_first {
             circuit.opened_us = self.micros(now).max(1);
+            circuit.openings = self.relapses(circuit.relapse, now);
         }
         if is_first || !is_again {
             circuit.openings = circuit.openings.saturating_add(1);
@@ -356,6 +363,15 @@ impl CircuitBreakers {
             .map(|user| (user, self.micros(now + 2 * pause)));
         self.pause(cell, self.micros(now + pause));
         true
+    }
+
+    /// Returns the number of openings that one at `now` continues. A circuit that was closed for
+    /// longer than the longest pause begins anew.
+    fn relapses(&self, relapse: Option<(u32, u64)>, now: Instant) -> u32 {
+        let longest = self.settings.backoff_max.as_micros();
+        let is_soon = |closed_us| u128::from(self.micros(now).saturating_sub(closed_us)) <= longest;
+        let recent = relapse.filter(|(_, closed_us)| is_soon(*closed_us));
+        recent.map_or(0, |(openings, _)| openings)
     }
 
     pub(super) fn view(&self, backend: BackendRef, now: Instant) -> CircuitView {

@@ -144,6 +144,32 @@ fn single_trial_requests_pass_after_a_pause() {
 }
 
 #[test]
+fn failures_soon_after_a_trial_passed_prolong_the_pause() {
+    let (circuits, mut now) = opened();
+    for pause_ms in [2000, 4000, 4000] {
+        now += Duration::from_secs(4);
+        drop(tried(&circuits, now));
+        assert!(circuits.passed(backend(1), ADA, now));
+        for _ in 0..3 {
+            circuits.passed(backend(1), BOB, now);
+            circuits.failed_late(backend(1), BOB, now);
+        }
+        for _ in 0..3 {
+            circuits.failed(backend(1), None, now);
+        }
+        assert_eq!(circuits.view(backend(1), now).pause_ms, pause_ms);
+    }
+    now += Duration::from_secs(4);
+    drop(tried(&circuits, now));
+    assert!(circuits.passed(backend(1), ADA, now));
+    now += Duration::from_secs(5);
+    for _ in 0..5 {
+        circuits.failed(backend(1), None, now);
+    }
+    assert_eq!(circuits.view(backend(1), now).pause_ms, 1000, "it was well");
+}
+
+#[test]
 fn a_hanging_trial_is_abandoned_after_the_longest_pause() {
     let (circuits, now) = opened();
     let due = now + Duration::from_secs(1);
