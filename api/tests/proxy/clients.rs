@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use state::command::{BackendSpec, Command};
 
 use super::client::{Answer, chat, post};
-use super::engine::{Engine, Step, chunk, json as answer_json, last_chunk, stream_head};
+use super::engine::{Engine, Step, chunk, delta, json as answer_json, last_chunk, stream_head};
 use super::fleet::{Fleet, PATIENT, eventually};
 
 pub(crate) fn get(path: &str, headers: &str) -> String {
@@ -188,7 +188,7 @@ async fn an_overlong_prompt_is_refused_in_the_words_clients_match() {
 async fn stream_responses_disable_proxy_buffering() {
     let engine = Engine::answering(|request| {
         if request.contains("\"stream\":true") {
-            vec![stream_head(), chunk("data: [DONE]\n\n"), last_chunk()]
+            vec![stream_head(), chunk(&delta("a", 1)), last_chunk()]
         } else {
             vec![answer_json("200 OK", "{}")]
         }
@@ -208,7 +208,7 @@ async fn an_engines_cache_control_is_kept() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\ntransfer-encoding: chunked\r\n\r\n";
     let stream = vec![
         Step::Send(head.as_bytes().to_vec()),
-        chunk("data: [DONE]\n\n"),
+        chunk(&delta("a", 1)),
         last_chunk(),
     ];
     let engine = Engine::always(stream).await;

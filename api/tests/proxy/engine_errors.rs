@@ -149,6 +149,19 @@ async fn the_client_gets_the_status_that_the_error_stands_for() {
 }
 
 #[tokio::test]
+async fn a_stream_without_output_is_the_engines_failure() {
+    for events in [&[][..], &[": wait\n\n"], &[DONE], &[ROLE, DONE]] {
+        let engine = Engine::always(stream(events)).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat(STREAM)).await;
+        assert_eq!(answer.status, 502, "{events:?}");
+        fleet.is_idle().await;
+        let circuit = fleet.backends.circuit(fleet.backend(0), Instant::now());
+        assert_eq!(circuit.recent_failures, 1, "{events:?}");
+    }
+}
+
+#[tokio::test]
 async fn an_error_after_output_passes_and_opens_the_circuit() {
     let oops = event(r#"{"error":{"message":"core failed","code":500}}"#);
     let engine = Engine::always(stream(&[&delta("a", 1), &delta("b", 5), &oops, DONE])).await;
@@ -174,12 +187,19 @@ async fn an_error_after_output_passes_and_opens_the_circuit() {
 
 #[tokio::test]
 async fn events_before_output_do_not_wait_for_it() {
+    let (refusal, nothing) = (event(FULL), String::new());
+    let refused = fails_later(&refusal, "the queue is full");
+    tokio::join!(refused, fails_later(&nothing, DONE));
+}
+
+/// Asks an engine that begins a stream, and after a while sends only `rest`.
+async fn fails_later(rest: &str, expected: &str) {
     let gate = Arc::new(Semaphore::new(0));
     let engine = Engine::always(vec![
         stream_head(),
         chunk(ROLE),
         Step::Await(Arc::clone(&gate)),
-        chunk(&event(FULL)),
+        chunk(&format!("{rest}: end\n\n")),
         chunk(DONE),
         last_chunk(),
     ])
@@ -191,13 +211,17 @@ async fn events_before_output_do_not_wait_for_it() {
     gate.add_permits(1);
     let answer = client.answer().await;
     assert_eq!(answer.status, 200);
-    assert!(answer.body.contains("the queue is full"));
+    assert!(answer.body.contains(expected));
     fleet.is_idle().await;
     assert_eq!(fleet.count(RequestOutcome::EngineError, 200), 1);
     let circuit = fleet.backends.circuit(fleet.backend(0), Instant::now());
     assert_eq!(circuit.recent_failures, 1);
     let charge = fleet.charged().await;
-    assert_eq!((charge.input_uncached, charge.output), (0, 0));
+    // What ended without a word may have run.
+    assert_eq!(
+        (charge.input_uncached > 0, charge.output),
+        (rest.is_empty(), 0)
+    );
 }
 
 #[tokio::test]

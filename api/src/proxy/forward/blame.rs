@@ -48,7 +48,8 @@ pub(in crate::proxy) fn report_status(
     let (backends, now) = (&proxy.backends, Instant::now());
     backends.count_answer(backend.slot, status);
     if refuses_router {
-        backends.report_no_answer(backend, None, now);
+        // An engine may also refuse what one user writes.
+        backends.report_no_answer(backend, Some(user), now);
         backends.doubt_list(backend.slot);
     } else if status.is_client_error() {
         backends.report_answer(backend, user, now);

@@ -503,6 +503,10 @@ impl PickerStream {
         let (backend, status) = (decision.backend, head.status);
         let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
         report_status(proxy, (backend, attempt.user()), status, refuses_router);
+        if status == StatusCode::NOT_FOUND {
+            // The gateway relays it, whatever it is about.
+            proxy.backends.doubt_list(backend.slot);
+        }
         if let Some(trace) = attempt.trace() {
             trace.answered(head.status.as_u16());
         }

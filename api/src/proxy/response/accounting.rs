@@ -17,6 +17,8 @@ pub(super) struct RequestAccounting {
     outcome: Option<RequestOutcome>,
     has_begun: bool,
     has_output: bool,
+    /// Whether a stream has said why it ends.
+    has_reason: bool,
     /// Status that the error in the response stands for; `None` if it reports none.
     error: Option<StatusCode>,
     choices: ChoiceTokens,
@@ -53,6 +55,7 @@ impl RequestAccounting {
             outcome: None,
             has_begun: false,
             has_output: false,
+            has_reason: false,
             error: None,
             choices: ChoiceTokens::default(),
         }
@@ -97,7 +100,29 @@ impl RequestAccounting {
                 request_metrics.for_each(RequestMetricsGuard::first_token);
             }
         }
+        self.has_reason |= findings.ends_choice || findings.ends_stream;
         self.note(findings);
+    }
+
+    /// Records the end of a stream. One that ends without output or a reason is an error.
+    pub(super) fn stream_ends(&mut self) {
+        if !self.has_output && !self.has_reason {
+            self.fails(StatusCode::BAD_GATEWAY, || {
+                "the response ended without output".to_owned()
+            });
+        }
+    }
+
+    /// Records an error in a response whose status was a success, the first one only.
+    fn fails(&mut self, status: StatusCode, why: impl FnOnce() -> String) {
+        let Some(attempt) = self.attempt.as_mut().filter(|_| self.error.is_none()) else {
+            return;
+        };
+        self.error = Some(status);
+        attempt.reports_error(status.is_server_error(), Instant::now());
+        if let Some(request_metrics) = &mut self.request_metrics {
+            request_metrics.fails_because(why());
+        }
     }
 
     /// Records the content of an event or a whole document.
@@ -117,13 +142,10 @@ impl RequestAccounting {
             }
             attempt.usage(usage, now);
         }
-        if let Some(status) = findings.error.filter(|_| self.error.is_none()) {
-            self.error = Some(status);
-            attempt.reports_error(status.is_server_error(), now);
-            if let Some(request_metrics) = &mut self.request_metrics {
-                let status = status.as_u16();
-                request_metrics.fails_because(format!("the response contains an error: {status}"));
-            }
+        if let Some(status) = findings.error {
+            self.fails(status, || {
+                format!("the response contains an error: {}", status.as_u16())
+            });
         }
     }
 

@@ -57,12 +57,13 @@ const LAST_EVENTS: [&[u8]; 4] = [
 
 /// Types of events that precede output, or end a stream, as JSON strings. Those that announce a
 /// tool call are output.
-const STRUCTURAL_EVENTS: [&[u8]; 13] = [
+const STRUCTURAL_EVENTS: [&[u8]; 14] = [
     br#""response.created""#,
     br#""response.queued""#,
     br#""response.in_progress""#,
     br#""response.output_item.added""#,
     br#""response.content_part.added""#,
+    br#""response.reasoning_part.added""#,
     br#""response.reasoning_summary_part.added""#,
     br#""response.completed""#,
     br#""response.incomplete""#,

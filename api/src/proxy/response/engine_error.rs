@@ -3,7 +3,7 @@
 //! SGLang with a full queue, vLLM with a failed core and others answer a stream with 200 and an
 //! error event. Such an error counts like a response with the status that it stands for.
 //! Forms: OpenAI's `{"error": {...}}`, whole or as an event; a text as `error`; the flat form of
-//! SGLang and older vLLM (`"object": "error"`); Anthropic's and the responses endpoint's event of
+//! SGLang and older vLLM (`"object": "error"`); FastAPI's lone `detail`; Anthropic's and the responses endpoint's event of
 //! type `error`; `response.failed`; an event named `error` with any payload.
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -55,7 +55,12 @@ impl EngineError {
             return Some(Self::of(error, b""));
         }
         let is_flat = member("type") == br#""error""# || member("object") == br#""error""#;
-        (is_flat || is_named).then(|| Self::of(json, b""))
+        if is_flat || is_named {
+            return Some(Self::of(json, b""));
+        }
+        // FastAPI's form, which says nothing else.
+        let detail = member("detail");
+        (is_reported(detail) && members(json).count() == 1).then(|| Self::of(detail, b""))
     }
 
     /// Returns the error that `value` describes: an object, a string, or a text. `kind` names it
@@ -148,9 +153,9 @@ impl EngineError {
 }
 
 /// Returns the status that an error object stands for: that in its members, or else that of its
-/// type or code in words. Without either, the engine is at fault.
+/// code or, if that says nothing, its type in words. Without either, the engine is at fault.
 fn status_of(error: &[u8]) -> StatusCode {
-    let mut word = None;
+    let (mut word, mut kind) = (None, None);
     for member in members(error) {
         let value = &error[member.value];
         match &error[member.key] {
@@ -163,11 +168,11 @@ fn status_of(error: &[u8]) -> StatusCode {
                 }
                 word = word.or_else(|| status_of_word(value));
             }
-            b"type" => word = word.or_else(|| status_of_word(value)),
+            b"type" => kind = kind.or_else(|| status_of_word(value)),
             _ => {}
         }
     }
-    word.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    word.or(kind).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
 }
 
 /// Returns the status of an error whose type or code is `word`; `None` if it says nothing.
@@ -233,6 +238,11 @@ mod tests {
             ),
             (r#"{"error":{"message":"x","code":429}}"#, 429),
             (
+                r#"{"error":{"type":"invalid_request_error","code":"engine_overloaded"}}"#,
+                503,
+            ),
+            (r#"{"detail":"Internal Server Error"}"#, 500),
+            (
                 r#"{"error":{"message":"x","type":"InternalServerError"}}"#,
                 500,
             ),
@@ -285,6 +295,7 @@ mod tests {
             r#"{"object":"response","error":null,"output":[]}"#,
             r#"{"error":{}}"#,
             r#"{"error":""}"#,
+            r#"{"detail":"high","choices":[]}"#,
             r#"{"error":0.5}"#,
             r#"{"type":"response.completed","response":{"error":null}}"#,
             "[DONE]",

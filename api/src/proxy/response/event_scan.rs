@@ -1,7 +1,11 @@
 //! Finds the ends of server-sent events, and the payloads within them, in bytes that arrive in
 //! pieces.
 
+use std::borrow::Cow;
 use std::ops::Range;
+
+/// UTF-8's byte order mark, which a stream may begin with.
+pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Progress of parsing the event at the start of a buffer.
 #[derive(Debug, Default)]
@@ -45,7 +49,7 @@ impl EventScan {
             if let Some(payload) = data_of(bytes, line.clone()) {
                 self.has_many |= self.data.is_some();
                 self.data = Some(payload);
-            } else if let Some(name) = bytes[line].strip_prefix(b"event:") {
+            } else if let Some(name) = unmarked(&bytes[line]).strip_prefix(b"event:") {
                 self.is_error = name.trim_ascii() == b"error";
             }
         }
@@ -54,6 +58,24 @@ impl EventScan {
     /// Returns the payload of a complete event; `None` without one, and if it has several lines.
     pub(super) fn payload(&self) -> Option<Range<usize>> {
         self.data.clone().filter(|_| !self.has_many)
+    }
+
+    /// Returns the payload of a complete event at the start of `bytes`: its `data` lines, joined by
+    /// line feeds. `None` without one.
+    pub(super) fn text<'a>(&self, bytes: &'a [u8]) -> Option<Cow<'a, [u8]>> {
+        if !self.has_many {
+            return self.data.clone().map(|payload| bytes[payload].into());
+        }
+        let event = &bytes[..self.searched];
+        let mut joined = Vec::with_capacity(event.len());
+        for line in event.split(|byte| matches!(byte, b'\n' | b'\r')) {
+            if let Some(payload) = data_of(line, 0..line.len()) {
+                joined.extend_from_slice(&line[payload]);
+                joined.push(b'\n');
+            }
+        }
+        joined.pop();
+        Some(joined.into())
     }
 
     /// Returns the beginning of the payload of an incomplete event in `bytes`, if that is all there
@@ -80,9 +102,14 @@ impl EventScan {
 
 /// Returns the payload of a `data` line; `None` for another field.
 fn data_of(bytes: &[u8], line: Range<usize>) -> Option<Range<usize>> {
-    let payload = bytes[line.clone()].strip_prefix(b"data:")?;
-    let space = usize::from(payload.first() == Some(&b' '));
-    Some(line.start + b"data:".len() + space..line.end)
+    let payload = unmarked(&bytes[line.clone()]).strip_prefix(b"data:")?;
+    let payload = payload.strip_prefix(b" ").unwrap_or(payload);
+    Some(line.end - payload.len()..line.end)
+}
+
+/// Returns `text` without its byte order mark.
+pub(super) fn unmarked(text: &[u8]) -> &[u8] {
+    text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text)
 }
 
 /// Search for the end of an event that is not buffered.

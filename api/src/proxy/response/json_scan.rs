@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use super::event_scan::BYTE_ORDER_MARK;
+
 /// A member of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::proxy) struct JsonMember {
@@ -113,6 +115,13 @@ pub(super) fn string(literal: &[u8]) -> Option<std::borrow::Cow<'_, str>> {
 }
 
 fn skip_space(json: &[u8], from: usize) -> usize {
+    // A byte order mark is no part of the text.
+    let is_marked = from == 0 && json.starts_with(BYTE_ORDER_MARK);
+    let from = if is_marked {
+        BYTE_ORDER_MARK.len()
+    } else {
+        from
+    };
     let rest = json.get(from..).unwrap_or_default();
     let space = rest
         .iter()

@@ -28,12 +28,12 @@ use super::json_scan::is_whole;
 use crate::engines::backends::pool::{EngineBody, SendError};
 
 /// Maximum time for which a head waits for the beginning of its body.
-const HEAD_HELD_MAX: Duration = Duration::from_secs(1);
+const HEAD_HELD_MAX: Duration = Duration::from_secs(3);
 /// Maximum length of a stream's beginning that is held back, in bytes. `response.created` repeats
 /// the request's instructions and tools.
 const HELD_BYTES_MAX: usize = 256 * 1024;
 /// Maximum length of a document that may be an error, in bytes.
-const ERROR_DOCUMENT_BYTES_MAX: usize = 16 * 1024;
+const ERROR_DOCUMENT_BYTES_MAX: usize = 64 * 1024;
 /// Length of a document's beginning that shows whether it may be an error, in bytes.
 const TELLING_BYTES: usize = 256;
 
@@ -87,8 +87,8 @@ pub(in crate::proxy) enum Opening {
 /// [`HEAD_HELD_MAX`] or at `first_byte_by`.
 ///
 /// # Errors
-/// Returns [`SendError`] if the response breaks off earlier, or if a successful response without
-/// framing is empty.
+/// Returns [`SendError`] if the response breaks off earlier, if a stream ends without any output, or
+/// if a successful response without framing is empty.
 pub(in crate::proxy) async fn begin(
     response: &mut Response<EngineBody>,
     first_byte_by: Instant,
@@ -102,7 +102,10 @@ pub(in crate::proxy) async fn begin(
     let mut reader = OpeningReader::new(media);
     let body = response.body_mut();
     if body.is_end_stream() {
-        return Ok(Opening::Answer);
+        return match media {
+            AnswerMedia::Events => Err(SendError::Ended),
+            AnswerMedia::Json | AnswerMedia::Other => Ok(Opening::Answer),
+        };
     }
     let began = match poll_fn(|cx| Poll::Ready(reader.poll(body, cx))).await {
         Poll::Ready(began) => began,
@@ -150,7 +153,7 @@ impl OpeningReader {
     ) -> Poll<Result<Opening, SendError>> {
         loop {
             let Some(frame) = ready!(body.poll_ahead(cx))? else {
-                return Poll::Ready(Ok(self.finish()));
+                return Poll::Ready(self.finish().ok_or(SendError::Ended));
             };
             if let Some(opening) = self.push(frame) {
                 return Poll::Ready(Ok(opening));
@@ -204,24 +207,25 @@ impl OpeningReader {
         is_whole(&self.held).then(|| document(&self.held))
     }
 
-    /// Judges a body that has ended.
-    fn finish(&mut self) -> Opening {
+    /// Judges a body that has ended; `None` for a stream without output, which answers nothing.
+    fn finish(&mut self) -> Option<Opening> {
         match self.media {
             AnswerMedia::Events => {
                 self.held.extend_from_slice(b"\n\n");
                 self.scan = EventScan::default();
                 self.scan.event_end(&self.held);
-                judge(&self.held, &self.scan).unwrap_or(Opening::Answer)
+                judge(&self.held, &self.scan)
             }
-            AnswerMedia::Json => document(&self.held),
-            AnswerMedia::Other => Opening::Answer,
+            AnswerMedia::Json => Some(document(&self.held)),
+            AnswerMedia::Other => Some(Opening::Answer),
         }
     }
 }
 
 /// Whether a document may report an error, judging by its bytes.
 pub(super) fn may_be_error(document: &[u8]) -> bool {
-    memchr::memmem::find(document, b"\"error\"").is_some()
+    let has = |name: &[u8]| memchr::memmem::find(document, name).is_some();
+    has(b"\"error\"") || has(b"\"detail\"")
 }
 
 fn document(json: &[u8]) -> Opening {
@@ -231,16 +235,13 @@ fn document(json: &[u8]) -> Opening {
 
 /// Judges the event at the start of `bytes`; `None` if it is a comment or has no output.
 fn judge(bytes: &[u8], scan: &EventScan) -> Option<Opening> {
-    let Some(payload) = scan.payload() else {
-        return (!scan.is_comment()).then_some(Opening::Answer);
-    };
-    let payload = &bytes[payload];
-    if payload.is_empty() {
+    let payload = scan.text(bytes)?;
+    if matches!(payload.trim_ascii(), b"" | b"[DONE]") {
         return None;
     }
-    let findings = inspect(payload);
+    let findings = inspect(&payload);
     if findings.error.is_some() || scan.is_error() {
-        return EngineError::read(payload, scan.is_error()).map(Opening::Error);
+        return EngineError::read(&payload, scan.is_error()).map(Opening::Error);
     }
     (!findings.is_structural).then_some(Opening::Answer)
 }
@@ -280,7 +281,12 @@ mod tests {
             (format!("{created}{failed}"), Some(500)),
             ("event: error\ndata: no memory\n\n".to_owned(), Some(500)),
             (format!("{TEXT}{ERROR}"), Some(200)),
-            ("data: [DONE]\n\n".to_owned(), Some(200)),
+            ("data: [DONE]\n\n".to_owned(), None),
+            (format!("\u{feff}{ERROR}"), Some(503)),
+            (
+                "data: {\"error\":\ndata: {\"code\":503}}\n\n".to_owned(),
+                Some(503),
+            ),
             ("data: nonsense\n\n".to_owned(), Some(200)),
             (format!("{comment}{ROLE}{start}{created}"), None),
         ] {
@@ -304,10 +310,13 @@ mod tests {
         let error = r#"{"error":{"message":"full","code":503}}"#;
         let flat = r#"{"object":"error","message":"no","type":"BadRequest","code":400}"#;
         let quoted = format!(r#"{{"choices":[{{"message":{{"content":{error:?}}}}}]}}"#);
-        let long = format!(r#"{{"error":{{"message":"{}"}}}}"#, "x".repeat(20_000));
+        let long = format!(r#"{{"error":{{"message":"{}"}}}}"#, "x".repeat(70_000));
+        let marked = format!("\u{feff}{error}");
         for (json, expected) in [
             (error, 503),
             (flat, 400),
+            (&marked, 503),
+            (r#"{"detail":"Internal Server Error"}"#, 500),
             (&quoted, 200),
             (&long, 200),
             ("{}", 200),
@@ -328,7 +337,12 @@ mod tests {
         ] {
             let mut reader = OpeningReader::new(media);
             reader.push(Bytes::from(body));
-            assert!(matches!(reader.finish(), Opening::Error(_)), "{body}");
+            assert!(matches!(reader.finish(), Some(Opening::Error(_))), "{body}");
+        }
+        for body in ["", ": keep-alive\n\n", "data: [DONE]\n\n", ROLE] {
+            let mut reader = OpeningReader::new(AnswerMedia::Events);
+            assert_eq!(reader.push(Bytes::from(body)), None, "{body}");
+            assert_eq!(reader.finish(), None, "{body}");
         }
     }
 }

@@ -173,7 +173,10 @@ impl ResponseBody {
     }
 
     /// Returns how the attempt and the request end, of a response that is complete.
-    fn result(&self) -> (AttemptEnd, RequestOutcome) {
+    fn result(&mut self) -> (AttemptEnd, RequestOutcome) {
+        if matches!(self.content, BodyKind::Events { .. }) {
+            self.accounting.stream_ends();
+        }
         let outcome = match (&self.content, self.accounting.error()) {
             (BodyKind::Error { .. }, _) => {
                 return (AttemptEnd::Finished, RequestOutcome::EngineError);

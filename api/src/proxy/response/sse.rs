@@ -144,7 +144,9 @@ impl SseStream {
             let mut scan = EventScan::default();
             match scan.event_end(rest) {
                 Some(length) => {
-                    if let Some(payload) = scan.payload() {
+                    if scan.payload().is_none() && !scan.is_comment() {
+                        self.read_joined(rest, &scan, observe);
+                    } else if let Some(payload) = scan.payload() {
                         let event = EventRange {
                             payload,
                             length,
@@ -170,8 +172,6 @@ impl SseStream {
                             }
                         }
                     }
-                    // Several lines of data are not read.
-                    self.has_progress |= !scan.is_comment() && scan.payload().is_none();
                     start += length;
                 }
                 None if rest.len() > EVENT_BYTES_MAX => {
@@ -192,6 +192,23 @@ impl SseStream {
             }
         }
         edited(bytes, &edits)
+    }
+
+    /// Reads the event at the start of `bytes`, whose data have several lines. It passes unchanged.
+    fn read_joined(
+        &mut self,
+        bytes: &[u8],
+        scan: &EventScan,
+        observe: &mut impl FnMut(&AnswerDelta<'_>),
+    ) {
+        self.has_progress = true;
+        let Some(json) = scan.text(bytes) else { return };
+        let mut findings = inspect(&json);
+        if scan.is_error() && findings.error.is_none() {
+            findings.error = EngineError::read(&json, true).map(|error| error.status);
+        }
+        observe(&findings);
+        self.is_done |= findings.ends_stream || findings.error.is_some();
     }
 
     /// Returns the action for the `event` at the start of `bytes`, and the held chunk that precedes
@@ -268,6 +285,10 @@ impl SseStream {
         let mut scan = EventScan::default();
         let mut before = None;
         if let Some(mut passing) = self.passing.take() {
+            if let Some(findings) = passing.findings() {
+                observe(&findings);
+                self.is_done |= findings.ends_stream;
+            }
             before = passing.finish();
         } else if let (Some(length), Some(payload)) = (scan.event_end(&ended), scan.payload()) {
             let event = EventRange {
