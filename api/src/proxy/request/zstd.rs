@@ -27,8 +27,9 @@ const DESCRIPTOR_AT: usize = 4;
 /// Decoder of a zstd body that arrives in parts.
 pub(super) struct ZstdBody {
     decoder: FrameDecoder,
-    /// Compressed bytes that are not decoded yet.
+    /// Compressed bytes, of which the first `used` are decoded.
     pending: Vec<u8>,
+    used: usize,
     decoded: BoundedBytes,
     stage: FrameStage,
     /// Largest window of a frame so far, in bytes.
@@ -53,6 +54,7 @@ impl ZstdBody {
         Self {
             decoder,
             pending: Vec::new(),
+            used: 0,
             decoded: BoundedBytes::new(bytes_max),
             stage: FrameStage::Between { has_begun: false },
             window: 0,
@@ -66,7 +68,14 @@ impl ZstdBody {
 
     /// Adds a part, which [`Self::advance`] decodes.
     pub(super) fn add(&mut self, part: &[u8]) {
+        self.pending.drain(..self.used);
+        self.used = 0;
         self.pending.extend_from_slice(part);
+    }
+
+    /// Returns the compressed bytes that are not decoded yet.
+    fn rest(&self) -> &[u8] {
+        &self.pending[self.used..]
     }
 
     /// Decodes up to the end of the next block. Returns the number of decoded bytes, or `None` if
@@ -76,7 +85,7 @@ impl ZstdBody {
         let used = match self.stage {
             FrameStage::Between { .. } => self.begin_frame()?,
             FrameStage::Skipping(left) => {
-                let used = left.min(self.pending.len());
+                let used = left.min(self.rest().len());
                 self.stage = match left - used {
                     0 => FrameStage::Between { has_begun: true },
                     left => FrameStage::Skipping(left),
@@ -86,7 +95,7 @@ impl ZstdBody {
             FrameStage::Within { has_checksum } => self.decode_block(has_checksum)?,
         };
         Ok(used.map(|used| {
-            self.pending.drain(..used);
+            self.used += used;
             self.decoded.bytes.len() - before
         }))
     }
@@ -95,7 +104,7 @@ impl ZstdBody {
     pub(super) fn end(mut self) -> Result<Bytes, ProxyError> {
         while self.advance()?.is_some() {}
         match self.stage {
-            FrameStage::Between { has_begun: true } if self.pending.is_empty() => {
+            FrameStage::Between { has_begun: true } if self.rest().is_empty() => {
                 Ok(self.decoded.bytes.into())
             }
             _ => Err(self.fault()),
@@ -104,11 +113,11 @@ impl ZstdBody {
 
     /// Reads the header of a frame. Returns its length, or `None` if it may be incomplete.
     fn begin_frame(&mut self) -> Result<Option<usize>, ProxyError> {
-        let mut rest = &self.pending[..];
+        let pending = &self.pending[self.used..];
+        let mut rest = pending;
         match self.decoder.init(&mut rest) {
             Ok(()) => {
-                let (descriptor, window) =
-                    (self.pending[DESCRIPTOR_AT], self.pending[DESCRIPTOR_AT + 1]);
+                let (descriptor, window) = (pending[DESCRIPTOR_AT], pending[DESCRIPTOR_AT + 1]);
                 let window = match descriptor >> 5 & 1 {
                     1 => self.decoder.content_size(),
                     _ => (1 << (10 + (window >> 3))) / 8 * (8 + u64::from(window & 7)),
@@ -121,15 +130,16 @@ impl ZstdBody {
                 length,
                 ..
             })) => self.stage = FrameStage::Skipping(length as usize),
-            Err(_) if self.pending.len() < FRAME_HEADER_BYTES_MAX => return Ok(None),
+            Err(_) if pending.len() < FRAME_HEADER_BYTES_MAX => return Ok(None),
             Err(_) => return Err(self.fault()),
         }
-        Ok(Some(self.pending.len() - rest.len()))
+        Ok(Some(pending.len() - rest.len()))
     }
 
     /// Decodes a block if it has arrived, with the checksum after the last one.
     fn decode_block(&mut self, has_checksum: bool) -> Result<Option<usize>, ProxyError> {
-        let Some(header) = self.pending.first_chunk::<BLOCK_HEADER_BYTES>() else {
+        let pending = &self.pending[self.used..];
+        let Some(header) = pending.first_chunk::<BLOCK_HEADER_BYTES>() else {
             return Ok(None);
         };
         let header = u32::from_le_bytes([header[0], header[1], header[2], 0]);
@@ -140,7 +150,7 @@ impl ZstdBody {
         let content = if is_repeated { 1 } else { header >> 3 };
         let checksum = CHECKSUM_BYTES * usize::from(is_last && has_checksum);
         let length = BLOCK_HEADER_BYTES + content as usize + checksum;
-        let Some(mut block) = self.pending.get(..length) else {
+        let Some(mut block) = pending.get(..length) else {
             return Ok(None);
         };
         let one = BlockDecodingStrategy::UptoBlocks(1);
