@@ -27,8 +27,7 @@ pub const SCRAPE_FAILURES_MAX: u32 = 3;
 pub struct Health {
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Why the backend is unhealthy, or the last failure of a healthy one; `None` if nothing has
-    /// failed since the last passed probe.
+    /// Last failure; `None` if nothing has failed since the last passed probe.
     pub detail: Option<String>,
     /// Number of requests in the engine's queue.
     pub waiting: u32,
@@ -131,12 +130,10 @@ pub struct ProbeRecord {
     /// Number of probes that were refused a connection.
     #[serde(skip)]
     pub(crate) refusals_total: u64,
-    /// Number of times that another process may have taken over since the models were listed: a
-    /// passed probe after failures, or a request refused because of its model.
+    /// Number of signs so far that another process may have taken over since the models were listed.
     #[serde(skip)]
     pub(crate) list_doubts_total: u64,
-    /// Why the engine does not show its models, if it refuses this replica's credentials. It would
-    /// refuse requests too.
+    /// Why the engine shows no models, if it refuses this replica's credentials.
     #[serde(skip)]
     pub(crate) locked_out: Option<String>,
     /// Number of consecutive failed metric scrapes.
@@ -152,6 +149,9 @@ pub struct ProbeRecord {
     pub disaggregation: Option<DisaggregationFacts>,
     /// Model ids in the last model list; `None` before the first.
     pub models: Option<Vec<String>>,
+    /// Whether the last list of models could not be read.
+    #[serde(skip)]
+    pub(crate) is_list_broken: bool,
     /// Entries of the last model list; `None` before the first.
     #[serde(skip)]
     pub listed: Option<Arc<[EngineModel]>>,
@@ -253,6 +253,7 @@ impl ProbeRecord {
     pub(crate) fn listed(&mut self, models: Arc<[EngineModel]>) {
         self.models = Some(models.iter().map(|model| model.id.clone()).collect());
         self.listed = Some(models);
+        self.is_list_broken = false;
         self.combine_adapters();
     }
 
@@ -539,11 +540,10 @@ mod tests {
             waiting: Some(9),
             ..EngineMetrics::default()
         });
-        record.scrape_failed("no".into());
-        record.scrape_failed("no".into());
-        assert_eq!(record.health().waiting, 9);
-        record.scrape_failed("no".into());
-        assert_eq!(record.health().waiting, 0);
+        for waiting in [9, 9, 0] {
+            record.scrape_failed("no".into());
+            assert_eq!(record.health().waiting, waiting);
+        }
     }
 
     #[test]

@@ -332,6 +332,7 @@ impl Probe {
             });
             self.stay.update(|record| record.locked_out(why));
         }
+        let has_none = list.as_ref().is_ok_and(|it| is_unknown_path(it.status));
         let read = success(list).and_then(|answer| {
             engine::read_models(&answer.body).map_err(|fault| fault.to_string())
         });
@@ -350,6 +351,7 @@ impl Probe {
             }
             Err(why) => {
                 tracing::debug!(slot = self.stay.slot().0, why, "model list is unknown");
+                self.stay.update(|record| record.is_list_broken = !has_none);
                 None
             }
         }

@@ -119,13 +119,14 @@ fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, M
 }
 
 /// Whether the models of some backend are not known yet, so that a list may be incomplete. A healthy
-/// backend whose engine has no list is no such backend.
+/// backend whose engine has no list is no such backend; one whose list is empty or broken is.
 fn has_unlisted(registry: &Registry, backends: &Backends) -> bool {
     let unnamed = registry.backends.iter().filter(|it| {
-        !it.draining && it.facts.models.is_none() && it.named_models().next().is_none()
+        let told = it.facts.models.as_ref();
+        !it.draining && told.is_none_or(Vec::is_empty) && it.named_models().next().is_none()
     });
     let mut records = unnamed.filter_map(|it| backends.record(it.handle.slot));
-    records.any(|record| !record.is_healthy || record.listed.is_some())
+    records.any(|it| !it.is_healthy || it.listed.is_some() || it.is_list_broken)
 }
 
 /// Whether no serving backend has a model.
