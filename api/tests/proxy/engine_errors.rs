@@ -162,6 +162,25 @@ async fn a_stream_without_output_is_the_engines_failure() {
 }
 
 #[tokio::test]
+async fn a_page_in_place_of_an_answer_is_the_engines_failure() {
+    for (media_type, body, status) in [
+        ("text/html", "<html>out of order</html>", 502),
+        ("text/plain; charset=utf-8", "no healthy upstream", 502),
+        ("text/plain", "{\"choices\":[]}", 200),
+    ] {
+        let head = format!("HTTP/1.1 200 OK\r\ncontent-type: {media_type}\r\n");
+        let response = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+        let engine = Engine::always(vec![Step::Send(response.into_bytes())]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let answer = fleet.client().await.ask(chat("")).await;
+        assert_eq!(answer.status, status, "{media_type}");
+        fleet.is_idle().await;
+        let circuit = fleet.backends.circuit(fleet.backend(0), Instant::now());
+        assert_eq!(circuit.recent_failures > 0, status == 502, "{media_type}");
+    }
+}
+
+#[tokio::test]
 async fn an_error_after_output_passes_and_opens_the_circuit() {
     let oops = event(r#"{"error":{"message":"core failed","code":500}}"#);
     let engine = Engine::always(stream(&[&delta("a", 1), &delta("b", 5), &oops, DONE])).await;

@@ -26,12 +26,13 @@ use super::discourage_retry;
 use super::request_context::ProxiedRequest;
 use crate::engines::backends::EngineHeaders;
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
+use crate::prompt::ReplyShape;
 use crate::proxy::Proxy;
 use crate::proxy::limits::poison_requests::WatchedRequest;
 use crate::proxy::request::dialect::Dialect;
 use crate::proxy::request::headers::{Hop, clean_answer, toward_engine};
 use crate::proxy::response::engine_error::{EngineError, end_of_error};
-use crate::proxy::response::opening::{Opening, begin};
+use crate::proxy::response::opening::{Opening, begin, is_text};
 use crate::proxy::response::response_body::ERROR_BYTES_MAX;
 use crate::routing::{Attempt, AttemptEnd, Decision, Usage};
 use crate::traces::TraceHeaders;
@@ -165,8 +166,7 @@ pub(super) async fn attempt(
             return Err(refused(attempt, response).await);
         }
     }
-    let begun = sending.with_prompt(begin(&mut response, sending.first_byte_by));
-    let error = match begun.await {
+    let error = match open(sending, &mut response).await {
         Ok(Opening::Answer) => {
             if status.is_success() {
                 take_status(proxy, sending, decision, &mut attempt, status);
@@ -198,6 +198,24 @@ pub(super) async fn attempt(
     }
     let failure = AttemptError::of(error, is_sent);
     Err(fail(proxy, sending, decision, attempt, failure))
+}
+
+/// Waits until the body of a response has begun, and judges it. A text in place of generated output
+/// is a fault of the engine, or of a proxy before it.
+async fn open(
+    sending: &OutgoingRequest<'_>,
+    response: &mut Response<EngineBody>,
+) -> Result<Opening, SendError> {
+    let begun = begin(response, sending.first_byte_by);
+    let opening = sending.with_prompt(begun).await?;
+    let generates = sending.proxied.parsed.reply != ReplyShape::None;
+    if generates && response.status().is_success() && is_text(response.headers()) {
+        let beginning = response.body().first().unwrap_or_default();
+        if !beginning.trim_ascii_start().starts_with(b"{") {
+            return Err(SendError::Ended);
+        }
+    }
+    Ok(opening)
 }
 
 /// Reports a status, and returns whether it refuses credentials that are not the client's.

@@ -74,6 +74,14 @@ fn starts_with(value: &[u8], prefix: &[u8]) -> bool {
         .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
 }
 
+/// Whether a response is a page or a note for people, which no engine sends in place of output.
+pub(in crate::proxy) fn is_text(headers: &HeaderMap) -> bool {
+    let media_type = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let is_text =
+        |media: &[u8]| starts_with(media, b"text/html") || starts_with(media, b"text/plain");
+    media_type.is_some_and(is_text)
+}
+
 /// What the beginning of a body shows.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum Opening {
