@@ -77,6 +77,16 @@ struct EventRange {
     is_error: bool,
 }
 
+/// Extracts usage and output from an event's payload. An event named `error` reports one whatever
+/// its payload.
+fn inspect_event(json: &[u8], is_error: bool) -> AnswerDelta<'_> {
+    let mut findings = inspect(json);
+    if is_error && findings.error.is_none() {
+        findings.error = EngineError::read(json, true).map(|error| error.status);
+    }
+    findings
+}
+
 impl SseStream {
     pub(in crate::proxy) fn new(wanted: WantedUsage) -> Self {
         Self {
@@ -203,10 +213,7 @@ impl SseStream {
     ) {
         self.has_progress = true;
         let Some(json) = scan.text(bytes) else { return };
-        let mut findings = inspect(&json);
-        if scan.is_error() && findings.error.is_none() {
-            findings.error = EngineError::read(&json, true).map(|error| error.status);
-        }
+        let findings = inspect_event(&json, scan.is_error());
         observe(&findings);
         self.is_done |= findings.ends_stream || findings.error.is_some();
     }
@@ -228,12 +235,9 @@ impl SseStream {
             let last_chunk = self.last_chunk.take();
             return (EventAction::Kept, last_chunk.map(|chunk| chunk.event));
         }
-        let mut findings = inspect(json);
+        let findings = inspect_event(json, event.is_error);
         if findings.is_ping {
             return (EventAction::Kept, None);
-        }
-        if event.is_error && findings.error.is_none() {
-            findings.error = EngineError::read(json, true).map(|error| error.status);
         }
         observe(&findings);
         self.has_progress = true;
