@@ -20,8 +20,9 @@ use super::table::cell;
 const TRIES: usize = 20;
 /// Pause before the replicas are asked again.
 const PAUSE: Duration = Duration::from_millis(25);
-/// Maximum number of entries that a digest is asked for ahead of the log.
-const AHEAD_MAX: u64 = 64;
+/// How many entries ahead of the log its digest is asked for, one attempt after the other: a log that
+/// moves has passed its newest index, and one that has come to rest reaches no later one.
+const AHEAD: [u64; 6] = [0, 1, 8, 0, 64, 0];
 
 /// A member's answer, or why there is none.
 type MemberAnswer = (String, Result<Value, String>);
@@ -315,12 +316,12 @@ impl VerifiedState {
     }
 }
 
-/// Compares the states of all members at one log index. While the log moves, asks for an index that
-/// all of them are still to reach.
+/// Compares the states of all members at one log index.
 pub(super) async fn verify(target: &AdminTarget) -> anyhow::Result<VerifiedState> {
     let members = members(target).await?;
-    let mut ahead = 0;
+    let mut attempts = AHEAD.into_iter().peekable();
     loop {
+        let ahead = attempts.next().unwrap_or(0);
         let now = ask_all(&members, Method::GET, "/admin/v1/digest", None).await;
         let index = indices(&now).last().copied().unwrap_or(0) + ahead;
         let path = format!("/admin/v1/digest?index={index}");
@@ -330,8 +331,7 @@ pub(super) async fn verify(target: &AdminTarget) -> anyhow::Result<VerifiedState
             .iter()
             .zip(&told)
             .any(|((_, now), (_, told))| now.is_ok() && told.is_err());
-        ahead = ahead * 2 + 1;
-        if is_missed && ahead < AHEAD_MAX {
+        if is_missed && attempts.peek().is_some() {
             continue;
         }
         let silent = told

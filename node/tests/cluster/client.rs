@@ -79,14 +79,15 @@ impl Http {
     }
 
     /// Waits until all replicas have reported their digests at one index, and checks that they are
-    /// equal. If the log moves on meanwhile, asks for a future index.
+    /// equal. If the log moves on meanwhile, asks for a future index, further ahead each time, and
+    /// then for the newest again: a log that has come to rest reaches no future index.
     pub(super) async fn agree(&self, replicas: &[Addresses]) {
         let ahead = Cell::new(0);
         let same_index = async || {
             let now = join_all(replicas.iter().map(|at| self.digest(at))).await;
             let newest = now.iter().map(|digest| digest["index"].as_u64().unwrap());
             let index = newest.max().unwrap() + ahead.get();
-            ahead.set((ahead.get() * 2 + 1) % 64);
+            ahead.set((ahead.get() * 2 + 1) % 63);
             let urls = replicas.iter().map(|at| {
                 let admin = at.admin;
                 format!("http://{admin}/admin/v1/digest?index={index}")
