@@ -525,6 +525,18 @@ pub struct PeerMessage {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PeerMessageAck {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Question {
+    #[prost(message, optional, tag = "1")]
+    pub header: ::core::option::Option<Header>,
+    #[prost(bytes = "bytes", tag = "2")]
+    pub bytes: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Answer {
+    #[prost(bytes = "bytes", tag = "1")]
+    pub bytes: ::prost::bytes::Bytes,
+}
 /// Identity of a replica, stored in its `identity` file.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Identity {
@@ -909,6 +921,25 @@ pub mod peer_client {
                 .insert(GrpcMethod::new("quorate.peer.v1.Peer", "Messages"));
             self.inner.streaming(req, path, codec).await
         }
+        /// Asks the receiver something outside the log.
+        pub async fn ask(
+            &mut self,
+            request: impl tonic::IntoRequest<super::Question>,
+        ) -> std::result::Result<tonic::Response<super::Answer>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/quorate.peer.v1.Peer/Ask");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("quorate.peer.v1.Peer", "Ask"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -1001,6 +1032,11 @@ pub mod peer_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::PeerMessage>>,
         ) -> std::result::Result<tonic::Response<Self::MessagesStream>, tonic::Status>;
+        /// Asks the receiver something outside the log.
+        async fn ask(
+            &self,
+            request: tonic::Request<super::Question>,
+        ) -> std::result::Result<tonic::Response<super::Answer>, tonic::Status>;
     }
     #[derive(Debug)]
     pub struct PeerServer<T> {
@@ -1557,6 +1593,49 @@ pub mod peer_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/quorate.peer.v1.Peer/Ask" => {
+                    #[allow(non_camel_case_types)]
+                    struct AskSvc<T: Peer>(pub Arc<T>);
+                    impl<T: Peer> tonic::server::UnaryService<super::Question>
+                    for AskSvc<T> {
+                        type Response = super::Answer;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::Question>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Peer>::ask(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = AskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

@@ -73,6 +73,12 @@ pub trait PeerHandler: Send + Sync + 'static {
     /// be lost.
     fn message(&self, from: u8, bytes: &[u8]);
 
+    /// Returns the answer to a question from the replica `from`; `None` if it cannot be answered.
+    /// May block.
+    fn answer(&self, _from: u8, _question: &[u8]) -> Option<Vec<u8>> {
+        None
+    }
+
     /// Returns this host's Unix time in milliseconds, sent with every message; 0 to send none.
     fn unix_ms(&self) -> u64 {
         0

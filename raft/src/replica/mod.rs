@@ -239,6 +239,20 @@ impl Replica {
         self.inner.outgoing.send_replace(bytes);
     }
 
+    /// Asks the peer `id` something outside the log, and waits at most `limit` for the answer, see
+    /// [`PeerHandler::answer`](crate::PeerHandler::answer).
+    ///
+    /// # Errors
+    /// Describes why there is no answer.
+    pub fn ask(
+        &self,
+        id: u8,
+        bytes: Bytes,
+        limit: Duration,
+    ) -> BoxFuture<'_, Result<Bytes, String>> {
+        peers::ask(&self.inner, id.into(), bytes, limit).boxed()
+    }
+
     /// Sets whether the machine's state may be wrong. If so, this replica requests no votes,
     /// accepts neither leadership nor proposals, and transfers leadership if it leads.
     pub fn set_state_suspect(&self, is_state_suspect: bool) {

@@ -1,4 +1,5 @@
 //! Sends messages outside the log: one stream to every other member carries the newest message.
+//! Questions are calls of their own, each with an answer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,6 +18,25 @@ use crate::wire::proto;
 
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(100);
+
+/// Asks the peer `id` something outside the log. An error describes why there is no answer.
+pub(crate) async fn ask(
+    inner: &ReplicaInner,
+    id: u64,
+    bytes: Bytes,
+    limit: Duration,
+) -> Result<Bytes, String> {
+    let peer = inner.links.peer(id).ok_or("unknown replica")?;
+    let header = Some(peer.header());
+    let question = proto::Question { header, bytes };
+    let asking = peer.call(LinkLane::Bulk, limit, |mut client| async move {
+        client.ask(question).await
+    });
+    match asking.await {
+        Ok(answer) => Ok(answer.bytes),
+        Err(error) => Err(error.to_string()),
+    }
+}
 
 /// Keeps a stream open to every other member.
 pub(crate) async fn keep_streams(inner: Arc<ReplicaInner>) {

@@ -12,5 +12,5 @@ mod service;
 mod tests;
 
 pub(crate) use self::guard::check_store;
-pub(super) use self::messages::keep_streams;
+pub(super) use self::messages::{ask, keep_streams};
 pub(super) use self::service::serve;

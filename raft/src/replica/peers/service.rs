@@ -428,4 +428,22 @@ impl Peer for PeerRpc {
         );
         Ok(Response::new(Box::pin(answers)))
     }
+
+    async fn ask(
+        &self,
+        request: Request<proto::Question>,
+    ) -> Result<Response<proto::Answer>, Status> {
+        let (sender, request) = split(request);
+        let from = self
+            .0
+            .admit(sender, request.header.as_ref(), CallPurpose::Member)?;
+        let from = u8::try_from(from).map_err(|_| MalformedMessageError("an id above 255"))?;
+        let handler = self.0.handler.clone();
+        let answer = move || handler.answer(from, &request.bytes);
+        let answer = self.0.blocking.run(answer).await.map_err(stopped)?;
+        let bytes = answer.ok_or_else(|| Status::not_found("no answer"))?;
+        Ok(Response::new(proto::Answer {
+            bytes: bytes.into(),
+        }))
+    }
 }

@@ -182,6 +182,11 @@ async fn strangers_and_wrong_stores_are_refused() {
             header: Some(wrong),
         };
         is_refused(client.fetch_state(fetch).await);
+        let question = proto::Question {
+            header: Some(wrong),
+            bytes: "question".into(),
+        };
+        is_refused(client.ask(question).await);
         is_refused(client.messages(messages(wrong)).await);
     }
     let after = replica.status();
