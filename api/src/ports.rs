@@ -1,5 +1,6 @@
 //! Ports: the traits that this crate needs, implemented by `node` over `raft` and `state`.
 
+use bytes::Bytes;
 use schemars::JsonSchema;
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -63,6 +64,18 @@ pub trait Cluster: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<ReplicaId, ChangeError>>;
     /// Takes a snapshot and returns its index.
     fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>>;
+
+    /// Returns the other members.
+    fn peers(&self) -> Vec<ReplicaId> {
+        Vec::new()
+    }
+
+    /// Asks a peer something about its past decisions, see
+    /// [`DecisionLog::answer`](crate::proxy::DecisionLog::answer). An error describes why there is no
+    /// answer.
+    fn ask(&self, _peer: ReplicaId, _question: Bytes) -> BoxFuture<'_, Result<Bytes, String>> {
+        Box::pin(std::future::ready(Err("no peers".to_owned())))
+    }
 }
 
 /// Reason why a change of membership or leadership did not take place.

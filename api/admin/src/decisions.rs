@@ -1,11 +1,12 @@
-//! `GET /admin/v1/decisions`: recent decisions of this replica. A record shows what was decided,
-//! with the figures at that time, not what would be decided now (I72).
+//! `GET /admin/v1/decisions`: past decisions of all replicas. A record shows what was decided, with
+//! the figures at that time, not what would be decided now (I72).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
+use http::StatusCode;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::ids::{LogIndex, ReplicaId};
@@ -16,8 +17,9 @@ use super::problem::{invalid, not_found};
 use super::users::key_text;
 use super::{Admin, AdminState};
 use api::error::Problem;
+use api::files::ring::RingPosition;
 use api::prompt::BlockUnit;
-use api::proxy::{DecidedAttempt, RequestEnd, RequestRecord};
+use api::proxy::{DecidedAttempt, DecisionCursor, DecisionFilter, RequestEnd, RequestRecord};
 use api::routing::{AttemptReport, DecisionView, Usage};
 
 /// Query parameters of the list.
@@ -30,6 +32,13 @@ pub(super) struct DecisionQuery {
     backend: Option<String>,
     /// Only requests for this model.
     model: Option<String>,
+    /// Only requests that failed: no engine served them, or its answer was an error or broke off.
+    failed: bool,
+    /// Only requests that were answered with this HTTP status.
+    status: Option<u16>,
+    /// Only requests that took longer from the end of parsing to their end, or already take longer,
+    /// such as `2s` or `500ms`.
+    slower_than: Option<String>,
     /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
@@ -39,28 +48,44 @@ pub(super) struct DecisionQuery {
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct DecisionList {
-    /// Replica that decided.
+    /// Replica that answers.
     replica: ReplicaId,
-    /// Number of requests kept.
+    /// Number of its own requests that it keeps in memory.
     kept: usize,
-    /// Maximum number of requests kept.
+    /// Maximum number of requests in memory.
     kept_max: usize,
-    /// Memory that the kept requests take, in bytes.
+    /// Memory that these requests take, in bytes.
     kept_bytes: usize,
-    /// Arrival of the oldest request kept, in Unix milliseconds; `null`: none is kept.
+    /// Arrival of the oldest request in memory, in Unix milliseconds; `null`: there is none.
     oldest_ms: Option<u64>,
+    /// What this replica keeps on disk, of all replicas; `null`: nothing.
+    disk: Option<DiskView>,
+    /// First this replica's requests that are not on disk, such as those in flight, then those on
+    /// disk in the reverse order of their ends.
     decisions: Vec<DecisionSummary>,
     /// Value of `cursor` for the next page; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
 }
 
+/// Decisions on disk.
+#[derive(Serialize, JsonSchema)]
+struct DiskView {
+    /// Size of the files, in bytes.
+    bytes: u64,
+    /// Maximum size of the files, in bytes.
+    bytes_max: u64,
+    /// Why the last access to the disk failed; `null`: it did not.
+    fault: Option<String>,
+}
+
 /// A request and its outcome.
 #[derive(Serialize, JsonSchema)]
 struct DecisionSummary {
     request_id: String,
+    /// Replica that decided.
     replica: ReplicaId,
-    /// When the request had been parsed, in Unix milliseconds by this replica's clock.
+    /// When the request had been parsed, in Unix milliseconds by the clock of its replica.
     at_ms: u64,
     path: String,
     model: String,
@@ -183,56 +208,77 @@ pub(super) async fn list(
         ..ListQuery::default()
     };
     let limit = page.limit()?;
-    let before = match query.cursor.as_deref() {
-        None => u64::MAX,
-        Some(cursor) => cursor
-            .parse()
-            .map_err(|_| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))?,
+    let cursor = query.cursor.as_deref().map(parse_cursor).transpose()?;
+    let slower_than = query.slower_than.as_deref().map(parse_span).transpose()?;
+    let filter = DecisionFilter {
+        user: query.user,
+        backend: query.backend,
+        model: query.model,
+        is_failed: query.failed,
+        status: query.status,
+        slower_than,
     };
-    let is_wanted = |record: &RequestRecord| {
-        let is_there = |wanted: &Option<String>, found: &str| {
-            wanted.as_deref().is_none_or(|wanted| wanted == found)
-        };
-        let attempts = || record.attempts();
-        let went_to = |backend: &String| {
-            let attempts = attempts();
-            let names = |it: &DecidedAttempt| {
-                let prefill = it.decision.prefill_name();
-                *it.decision.name == **backend || prefill.is_some_and(|it| **it == **backend)
-            };
-            attempts.iter().any(names)
-        };
-        is_there(&query.user, record.user.as_str())
-            && is_there(&query.model, &record.model)
-            && query.backend.as_ref().is_none_or(went_to)
-    };
-    // One more than requested shows whether there are more.
-    let mut found = admin.decisions.newest(before, limit + 1, is_wanted);
-    let is_more = found.len() > limit;
-    found.truncate(limit);
-    let last = found.last().filter(|_| is_more);
+    let log = Arc::clone(&admin.decisions);
+    let reading = move || (log.page(cursor, limit, &filter), log.archive_size());
+    let read = tokio::task::spawn_blocking(reading).await;
+    let (page, disk) = read.map_err(|_| {
+        let title = "the replica is stopping";
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "stopping", title).retry_after(1)
+    })?;
     let size = admin.decisions.size();
-    let answer = DecisionList {
+    let summaries = page.records.iter();
+    Ok(Answer(DecisionList {
         replica: admin.decisions.replica(),
         kept: size.entries,
         kept_max: size.entries_max,
         kept_bytes: size.bytes,
         oldest_ms: size.oldest_ms,
-        next_cursor: last.map(|last| last.number.to_string()),
-        decisions: found
-            .iter()
+        disk: disk.map(|disk| DiskView {
+            bytes: disk.bytes,
+            bytes_max: disk.bytes_max,
+            fault: disk.fault,
+        }),
+        next_cursor: page.next.map(cursor_text),
+        decisions: summaries
             .map(|it| DecisionSummary::of(&admin, it))
             .collect(),
+    }))
+}
+
+fn parse_span(text: &str) -> Result<Duration, Problem> {
+    let wrong = |_| {
+        invalid(
+            "slower_than",
+            format!("{text:?}, expected a duration, such as 2s"),
+        )
     };
-    Ok(Answer(answer))
+    humantime::parse_duration(text).map_err(wrong)
+}
+
+/// Prefix of cursors in the archive.
+const ARCHIVE_CURSOR: &str = "disk-";
+
+fn cursor_text(cursor: DecisionCursor) -> String {
+    match cursor {
+        DecisionCursor::Memory(number) => number.to_string(),
+        DecisionCursor::Archive(place) => format!("{ARCHIVE_CURSOR}{}", place.0),
+    }
+}
+
+fn parse_cursor(text: &str) -> Result<DecisionCursor, Problem> {
+    let parsed = match text.strip_prefix(ARCHIVE_CURSOR) {
+        None => text.parse().map(DecisionCursor::Memory),
+        Some(place) => (place.parse()).map(|place| DecisionCursor::Archive(RingPosition(place))),
+    };
+    parsed.map_err(|_| invalid("cursor", format!("{text:?}, expected a next_cursor")))
 }
 
 pub(super) async fn show(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<String>,
 ) -> Result<Answer<DecisionDetail>, Problem> {
-    let found = admin.decisions.find(id.as_bytes());
-    let record = found.ok_or_else(|| unknown(&admin))?;
+    let found = admin.decisions.find_anywhere(&id, &*admin.cluster).await;
+    let record = found.map_err(|failures| unknown(&admin, &failures))?;
     let names = |backend| admin.decider.name_of(backend);
     let decisions = record.attempts().clone();
     let view = |attempt: &DecidedAttempt| AttemptView {
@@ -255,19 +301,26 @@ pub(super) async fn show(
     }))
 }
 
-/// Returns the problem for a request id without a recorded decision.
-fn unknown(admin: &Admin) -> Problem {
+/// Returns the problem for a request id without a recorded decision. `failures` are the peers that
+/// could not be asked.
+fn unknown(admin: &Admin, failures: &[(ReplicaId, String)]) -> Problem {
     let (replica, size) = (admin.decisions.replica(), admin.decisions.size());
-    let what = match (size.entries_max, size.oldest_ms) {
-        (0, _) => format!("replica {replica} keeps no decisions: admin.decisions is 0"),
-        (_, None) => format!("replica {replica} has decided nothing since its start"),
-        (max, Some(oldest)) => format!(
-            "replica {replica} has no request with this id among its last {} (at most {max}, since \
-             Unix time {} s); x-quorate-replica of the response names the replica that decided",
-            size.entries,
-            oldest / 1000,
-        ),
+    let mut what = match size.entries_max {
+        0 => format!("replica {replica} keeps no decisions: admin.decisions is 0"),
+        _ => format!("replica {replica} has no request with this id"),
     };
+    match failures {
+        [] => what.push_str(", nor has any peer"),
+        failures => {
+            let each = failures.iter();
+            let each = each.map(|(peer, why)| format!("replica {peer} did not answer: {why}"));
+            what = [what]
+                .into_iter()
+                .chain(each)
+                .collect::<Vec<_>>()
+                .join("; ");
+        }
+    }
     not_found(what).member("replica", replica.0)
 }
 
@@ -277,7 +330,7 @@ impl DecisionSummary {
         let attempts = record.attempts();
         Self {
             request_id: record.id.to_string(),
-            replica: admin.decisions.replica(),
+            replica: record.replica,
             at_ms: record.at_ms,
             path: record.path.to_string(),
             model: record.model.to_string(),

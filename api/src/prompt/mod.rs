@@ -243,7 +243,17 @@ pub struct PromptIdentity {
 }
 
 /// Unit of blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, JsonSchema)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    serde::Serialize,
+    JsonSchema,
+    bincode::Encode,
+    bincode::Decode,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum BlockUnit {
     /// Bytes of text: the model has no tokenizer.

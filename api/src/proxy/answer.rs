@@ -248,7 +248,7 @@ impl Proxy {
             trace.asks(&read.traced(path));
         }
         let record = self.decisions.open(&read, &request_id, path);
-        request_metrics.records(record.clone());
+        request_metrics.records(record.clone(), &self.decisions);
         catch_up(self, read.preferences.min_index).await;
         let counted = self.users.count(read.user.as_str());
         request_metrics.counts(counted.ok_or(ProxyError::UserAtLimit)?);

@@ -43,8 +43,9 @@ pub use crate::net::ip_prefix::{IpPrefix, IpPrefixError};
 pub use limits::clients::client_of;
 pub use listen::server::{DrainResult, Server};
 pub use record::access::ACCESS_TARGET;
-pub use record::decisions::DecisionLog;
-pub use record::decisions::DecisionLogSize;
+pub use record::archive::{ArchiveSize, LostRecords};
+pub use record::decision_filter::DecisionFilter;
+pub use record::decisions::{DecisionCursor, DecisionLog, DecisionLogSize, DecisionPage};
 pub use record::metrics::{
     ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds, StatusLabel,
 };
@@ -124,7 +125,9 @@ impl Proxy {
         let clock = router.clock().clone();
         let is_logged = settings.logged_requests != LoggedRequests::Off;
         let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
-        let decisions = decisions.for_access_log(is_logged);
+        let decisions = decisions
+            .for_access_log(is_logged)
+            .archived(settings.archive.clone(), metrics.decisions_lost.clone());
         let access = AccessLog::new(settings.logged_requests);
         let limits = ArcSwap::from_pointee(settings.limits);
         let settings = Arc::new(settings);

@@ -253,7 +253,7 @@ impl RoutingRejection {
 }
 
 /// Token counts of a request, as the engine reported or as estimated here if it did not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, bincode::Encode, bincode::Decode)]
 pub struct Usage {
     /// Number of prompt tokens.
     pub prompt_tokens: u64,
@@ -264,7 +264,7 @@ pub struct Usage {
 }
 
 /// How an attempt ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bincode::Encode, bincode::Decode)]
 pub enum AttemptEnd {
     /// The engine completed the response.
     Finished,

@@ -1,11 +1,12 @@
 //! Verdicts of the filters on each backend, and their counts.
 
+use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::Serialize;
 
 /// Result of the filters for one backend: it may take the request, or the first filter that
 /// excluded it. The order is that of the filters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
 #[serde(rename_all = "kebab-case")]
 pub enum FilterVerdict {
     /// It may take the request.
@@ -60,7 +61,7 @@ impl FilterVerdict {
 }
 
 /// Numbers of backends excluded by each filter, in the order of [`FilterVerdict::FILTERS`].
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Encode, Decode)]
 pub(super) struct FilterCounts([u32; FilterVerdict::FILTERS.len()]);
 
 impl FilterCounts {

@@ -3,6 +3,8 @@
 
 use state::form::NamedForm;
 
+use crate::files::ring::{RING_BYTES_MAX, RING_BYTES_MIN};
+
 /// Returns the format named `name` of this crate or of `state`, if there is one.
 #[must_use]
 pub fn named(name: &str) -> Option<&'static NamedForm> {
@@ -18,6 +20,19 @@ state::forms! {
         integers: (1, None),
         read: |text| size(text).filter(|bytes| *bytes > 0),
         show: show_size,
+    }
+    /// Disk space for a ring of files; 0 for none.
+    DiskSpace: u64 = "disk-space" {
+        pattern: r"^\d+ *(B|kB|MB|GB|KiB|MiB|GiB)?$",
+        expected: "0, or a size from 16MiB to 32GiB, such as \"256MiB\"",
+        integers: (0, None),
+        read: |text| size(text).filter(|bytes| {
+            *bytes == 0 || (RING_BYTES_MIN..=RING_BYTES_MAX).contains(bytes)
+        }),
+        show: |bytes| match bytes {
+            0 => "0".to_owned(),
+            bytes => show_size(bytes),
+        },
     }
     /// An HTTP error status, from 400 to 599.
     Status: u16 = "http-status" {

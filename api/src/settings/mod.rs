@@ -12,7 +12,7 @@ mod listing;
 mod read;
 mod schema;
 
-pub use form::{Size, Status, UrlPath, named};
+pub use form::{DiskSpace, Size, Status, UrlPath, named};
 pub use listing::{
     Difference, FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues,
     SharedFileSettings, differences, in_effect, url_of,

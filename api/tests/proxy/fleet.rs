@@ -287,6 +287,15 @@ impl Fleet {
         tokio::spawn(async move { router.run_outbox(log, never, PATIENT).await });
     }
 
+    /// Writes past decisions to the archive until the result is stopped.
+    pub(crate) fn keep_archiving(&self) -> Archiving {
+        let (decisions, log) = (Arc::clone(self.proxy.decisions()), self.log.clone());
+        let stop = CancellationToken::new();
+        let stopped = stop.clone();
+        let task = tokio::spawn(async move { decisions.run_archive(log, stopped).await });
+        Archiving { stop, task }
+    }
+
     /// Flushes the outbox to the state.
     pub(crate) async fn flush(&self) {
         let stop = CancellationToken::new();
@@ -346,6 +355,20 @@ impl Fleet {
             self.running() == 0 && here == 0
         })
         .await;
+    }
+}
+
+/// The task that writes past decisions.
+pub(crate) struct Archiving {
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Archiving {
+    /// Waits until all decisions so far are written.
+    pub(crate) async fn stop(self) {
+        self.stop.cancel();
+        self.task.await.unwrap();
     }
 }
 

@@ -6,6 +6,7 @@ mod access;
 mod addresses;
 mod admission;
 mod agents;
+mod archive;
 mod bad_input;
 mod charging;
 mod client;

@@ -9,12 +9,13 @@
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use api::admission::{Admission, backlog};
 use api::cluster::divergence::Digests;
 use api::cluster::figures::FigureBoard;
+use api::proxy::DecisionLog;
 use api::routing::{LoadReporter, LoadTable, Shares, share_reports};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica, Status};
@@ -50,6 +51,8 @@ pub(super) struct GossipInbox {
     pub(super) figures: Arc<FigureBoard>,
     /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
+    /// Answers the peers' questions about decisions, once the data plane has started.
+    pub(super) decisions: Arc<OnceLock<Arc<DecisionLog>>>,
     /// Observer that is notified of unreadable messages, if there is one.
     pub(super) observer: Option<Arc<dyn ApplyObserver>>,
 }
@@ -86,6 +89,10 @@ impl PeerHandler for GossipInbox {
         if let Err(error) = self.admission.apply_peer_report(peer, message.backlog) {
             tracing::warn!(peer = from, %error, "could not decode a peer's backlog report");
         }
+    }
+
+    fn answer(&self, from: u8, question: &[u8]) -> Option<Vec<u8>> {
+        self.decisions.get()?.answer(ReplicaId(from), question)
     }
 
     fn unix_ms(&self) -> u64 {

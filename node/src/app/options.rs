@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::base::clock::Clock;
+use api::files::ring::RingSettings;
 use api::proxy::{AllowedOrigins, FieldRules, HeaderRules, IpPrefix, ProxySettings};
 use api::users::api_keys::{KeyRules, ListAge};
 use raft::{Formation, Peers, Promotion, ReplicaOptions, Storage};
@@ -154,6 +155,10 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
             requests.strip_fields.clone(),
         ),
         strip_headers: HeaderRules::new(&requests.strip_headers).unwrap_or_default(),
+        archive: (config.decisions.disk_max > 0).then(|| RingSettings {
+            folder: config.node.data_dir.join("decisions"),
+            bytes_max: config.decisions.disk_max,
+        }),
         decisions_max: config.admin.decisions as usize,
         cors: AllowedOrigins::new(&config.cors.allow_origins).unwrap_or_default(),
         logged_requests: config.log.access,

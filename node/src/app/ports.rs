@@ -7,6 +7,7 @@ use api::ports::{
     BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, PeerFinding, Propose,
     ProposeError,
 };
+use bytes::Bytes;
 use raft::{Replica, Role};
 use state::RouterState;
 use state::command::{Command, Committed, Envelope, Lane, Origin, Rejection, Reply};
@@ -23,6 +24,8 @@ use crate::planted::{self, Bug};
 pub(super) const FIRST_COMMAND_SEQ: u64 = 1;
 /// Maximum time to wait for the outcome of one proposal.
 const PROPOSE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Maximum time to wait for a peer's answer to a question outside the log.
+const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum duration of an admin command, including the wait for earlier ones and retries while its
 /// outcome is unknown.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -269,6 +272,16 @@ fn change_error(error: raft::ChangeError) -> ChangeError {
 }
 
 impl Cluster for LogPort {
+    fn peers(&self) -> Vec<ReplicaId> {
+        let status = self.replica.status();
+        let ids = status.members.keys().filter(|id| **id != self.id.0);
+        ids.map(|id| ReplicaId(*id)).collect()
+    }
+
+    fn ask(&self, peer: ReplicaId, question: Bytes) -> BoxFuture<'_, Result<Bytes, String>> {
+        self.replica.ask(peer.0, question, ASK_TIMEOUT)
+    }
+
     fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         Box::pin(LogPort::submit(self, command))
     }

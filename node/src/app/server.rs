@@ -140,6 +140,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let data_dir = config.node.data_dir.clone();
     let figures = FigureSources::of(&core, &readiness, &requests, data_dir);
     core.spawn_task(figures.run(core.stopping()));
+    core.share_decisions(proxy.decisions());
     let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
     let drain = Arc::new(ArcSwap::from_pointee(config.drain.clone()));
     reload.started(RunningParts {

@@ -3,8 +3,6 @@
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
-use anyhow::{Context, bail};
-use http::{Method, StatusCode};
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
@@ -25,6 +23,15 @@ pub(super) struct DecisionsArgs {
     /// Only requests for this model
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
+    /// Only requests that failed
+    #[arg(long)]
+    failed: bool,
+    /// Only requests that were answered with this HTTP status
+    #[arg(long, value_name = "N")]
+    status: Option<u16>,
+    /// Only requests that took longer, such as `2s` or `500ms`
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    slower_than: Option<String>,
     /// Maximum number of requests
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=1000))]
     limit: u16,
@@ -37,17 +44,7 @@ pub(super) struct DecisionsArgs {
 
 /// Runs `quorate decisions`.
 pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
-    let mut path = format!("/admin/v1/decisions?limit={}", args.limit);
-    let filters = [
-        ("user", &args.user),
-        ("backend", &args.backend),
-        ("model", &args.model),
-    ];
-    for (name, value) in filters {
-        if let Some(value) = value {
-            path.push_str(&format!("&{name}={}", encoded(value)));
-        }
-    }
+    let path = path(&args);
     let answer = args.target.get(&path).await?;
     if args.json {
         return print_json(&answer);
@@ -55,6 +52,7 @@ pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
     let mut table = FittedTable::new(&[
         column("time").rank(3),
         column("request"),
+        column("replica").number().rank(4),
         column("user").rank(2),
         column("model").rank(5),
         column("blocks").number().rank(1),
@@ -66,6 +64,7 @@ pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
         column("status").number(),
         column("cached").number().rank(4),
         column("TTFT ms").number().rank(3),
+        column("took ms").number().rank(3),
         column("end").rank(2),
     ]);
     let decisions = answer["decisions"].as_array();
@@ -79,6 +78,7 @@ pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
         table.add_row([
             time(&request["at_ms"]),
             cell(&request["request_id"]),
+            cell(&request["replica"]),
             cell(&request["user"]),
             cell(&request["model"]),
             blocks,
@@ -90,69 +90,71 @@ pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
             cell(&request["end"]["status"]),
             cell(&last["usage"]["cached_tokens"]),
             cell(&last["ttft_ms"]),
+            cell(&request["end"]["duration_ms"]),
             ended(&request["end"]),
         ]);
     }
     terminal::print(format_args!(
-        "replica {} keeps {} of at most {} requests\n\n{table}",
+        "replica {} keeps {}\n\n{table}",
         cell(&answer["replica"]),
-        cell(&answer["kept"]),
-        cell(&answer["kept_max"]),
+        kept(&answer)
     ))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs `quorate explain --request-id`.
-pub(super) async fn show(
-    target: AdminTarget,
-    id: &str,
-    is_all: bool,
-    is_json: bool,
-) -> anyhow::Result<ExitCode> {
-    let path = format!("/admin/v1/decisions/{}", encoded(id));
-    let mut looked = Vec::new();
-    for at in targets(target, is_all).await? {
-        let answer = match at.ask(Method::GET, &path, None).await {
-            Ok(answer) => answer,
-            // With more replicas to ask, an unavailable one is not fatal.
-            Err(error) if is_all => {
-                looked.push(format!("{}: {error:#}", at.url("")));
-                continue;
-            }
-            Err(error) => return Err(error),
-        };
-        if answer.status == StatusCode::NOT_FOUND {
-            let problem = answer.json()?;
-            looked.push(format!("{}: {}", at.url(""), cell(&problem["detail"])));
-            continue;
+/// Returns the path of the call, with the filters.
+fn path(args: &DecisionsArgs) -> String {
+    let mut path = format!("/admin/v1/decisions?limit={}", args.limit);
+    let filters = [
+        ("user", &args.user),
+        ("backend", &args.backend),
+        ("model", &args.model),
+        ("failed", &args.failed.then(|| "true".to_owned())),
+        ("status", &args.status.map(|status| status.to_string())),
+        ("slower_than", &args.slower_than),
+    ];
+    for (name, value) in filters {
+        if let Some(value) = value {
+            path.push_str(&format!("&{name}={}", encoded(value)));
         }
-        let answer = answer
-            .success()
-            .with_context(|| format!("GET {}", at.url(&path)))?;
-        if is_json {
-            return print_json(&answer);
-        }
-        terminal::print(format_args!("{}", shown(&answer)))?;
-        return Ok(ExitCode::SUCCESS);
     }
-    let hint = if is_all {
-        ""
-    } else {
-        "\n--all asks every member"
-    };
-    bail!("no decision of request {id:?}\n{}{hint}", looked.join("\n"));
+    path
 }
 
-/// Returns the target, and with `is_all` also one for each other member's admin listener.
-pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminTarget>> {
-    if !is_all {
-        return Ok(vec![target]);
+/// Describes what the replica keeps, and what hinders it.
+fn kept(answer: &Value) -> String {
+    let disk = &answer["disk"];
+    let own = || format!("the last {} of its own requests", cell(&answer["kept"]));
+    match (disk, &disk["fault"]) {
+        (Value::Null, _) => own(),
+        (disk, Value::Null) => format!(
+            "{} of at most {} MiB of all replicas' decisions on disk",
+            mebibytes(&disk["bytes"]),
+            mebibytes(&disk["bytes_max"])
+        ),
+        (_, fault) => format!("{}, because its disk fails: {}", own(), cell(fault)),
     }
-    let members = members(&target).await?;
-    Ok(members
-        .into_iter()
-        .filter_map(|it| it.target.ok())
-        .collect())
+}
+
+fn mebibytes(bytes: &Value) -> u64 {
+    bytes.as_u64().unwrap_or_default().div_ceil(1 << 20)
+}
+
+/// Checks that `text` is a duration.
+fn duration(text: &str) -> Result<String, String> {
+    let parsed = humantime::parse_duration(text);
+    parsed.map(|_| text.to_owned()).map_err(|it| it.to_string())
+}
+
+/// Runs `quorate explain --request-id`.
+pub(super) async fn show(target: AdminTarget, id: &str, is_json: bool) -> anyhow::Result<ExitCode> {
+    let path = format!("/admin/v1/decisions/{}", encoded(id));
+    let answer = target.get(&path).await?;
+    if is_json {
+        return print_json(&answer);
+    }
+    terminal::print(format_args!("{}", shown(&answer)))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Formats the record of a request as text.

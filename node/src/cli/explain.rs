@@ -36,9 +36,6 @@ pub(super) struct ExplainArgs {
     /// Show what was decided for a past request, by its `x-request-id`
     #[arg(long, value_name = "ID")]
     request_id: Option<String>,
-    /// With `--request-id`: ask every member of the cluster
-    #[arg(long, requires = "request_id")]
-    all: bool,
     /// Path of the request
     #[arg(long, default_value = "/v1/chat/completions")]
     path: String,
@@ -71,7 +68,7 @@ pub(super) struct ExplainArgs {
 /// Runs `quorate explain`.
 pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     if let Some(id) = &args.request_id {
-        return decisions::show(args.target, id, args.all, args.json).await;
+        return decisions::show(args.target, id, args.json).await;
     }
     let body = match &args.prompt {
         Some(prompt) => body_of(&args.path, args.model.as_deref(), prompt).to_string(),

@@ -12,7 +12,6 @@ use lab::terminal;
 use serde_json::{Value, json};
 
 use super::client::AdminTarget;
-use super::decisions::targets;
 use super::table::cell;
 
 /// Interval at which the end of the recordings is polled.
@@ -106,6 +105,16 @@ pub(super) async fn run(args: RecordArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
+/// Returns a target for the admin listener of each member but the first that responds.
+async fn others(target: &AdminTarget) -> anyhow::Result<Vec<AdminTarget>> {
+    let cluster = target.get("/admin/v1/cluster").await?;
+    let own = cell(&cluster["id"]);
+    let members = cluster["members"].as_object().into_iter().flatten();
+    let others = members.filter(|(id, _)| **id != own);
+    let urls = others.filter_map(|(_, member)| member["labels"]["admin"].as_str());
+    Ok(urls.filter_map(|url| target.at(url).ok()).collect())
+}
+
 /// Starts a recording at each replica. Also returns the errors of the replicas that could not start
 /// one.
 async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<String>)> {
@@ -116,7 +125,7 @@ async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<
     let members = match args.only {
         true => Vec::new(),
         // The first replica that responds knows the others.
-        false => targets(args.target.clone(), true).await?.split_off(1),
+        false => others(&args.target).await?,
     };
     for at in args.target.each().chain(members) {
         let replica = match at.get("/admin/v1/whoami").await {

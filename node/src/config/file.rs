@@ -27,8 +27,8 @@ use super::form::{
 use super::identity::IdSource;
 use super::tls::TlsConfig;
 use super::traffic::{
-    AdminConfig, CorsConfig, DrainConfig, LogConfig, RequestsConfig, TracingConfig, UsageConfig,
-    UsersConfig,
+    AdminConfig, CorsConfig, DecisionsConfig, DrainConfig, LogConfig, RequestsConfig,
+    TracingConfig, UsageConfig, UsersConfig,
 };
 
 /// A config file of a replica.
@@ -58,6 +58,8 @@ pub struct ConfigFile {
     pub admission: AdmissionConfig,
     /// The admin API: who may use it, and what it may do.
     pub admin: AdminConfig,
+    /// What is kept of past decisions.
+    pub decisions: DecisionsConfig,
     /// Which requests are routed, and what is removed from them first.
     pub requests: RequestsConfig,
     /// Web pages that may use this replica from a browser.
@@ -100,7 +102,7 @@ pub struct NodeConfig {
     #[serde(with = "As::<NodeId>")]
     #[default(IdSource::Number(ReplicaId(0)))]
     pub id: IdSource,
-    /// Directory for the log, the vote and the snapshots.
+    /// Directory for the log, the vote, the snapshots and past decisions.
     #[schemars(extend("x-basic" = true))]
     #[default("/var/lib/quorate".into())]
     pub data_dir: PathBuf,

@@ -14,6 +14,7 @@ use tracing_subscriber::EnvFilter;
 
 use super::identity::IdSource;
 
+pub(super) use api::settings::DiskSpace;
 pub(super) use state::form::{As, AsList, AsOption, Span, SpanOrZero, show_duration};
 
 /// Returns the format called `name` of this module or of `api::settings`, if there is one.

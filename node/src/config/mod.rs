@@ -62,8 +62,8 @@ pub use tls::{
     AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, PickerTlsConfig, TlsConfig,
 };
 pub use traffic::{
-    AdminConfig, CorsConfig, DrainConfig, LogConfig, LogFormat, RequestsConfig, TracingConfig,
-    UsageConfig, UsersConfig,
+    AdminConfig, CorsConfig, DecisionsConfig, DrainConfig, LogConfig, LogFormat, RequestsConfig,
+    TracingConfig, UsageConfig, UsersConfig,
 };
 
 /// The checked configuration of `quorate serve`: the file's sections, through `Deref`, and what was

@@ -15,8 +15,8 @@ use smart_default::SmartDefault;
 use state::command::UserDefaults;
 
 use super::form::{
-    As, AsList, AsOption, EngineRule, EngineUrl, HostName, Identity, LogFilter, Origin, PlainName,
-    Prefix, RoutedPath, SampleForm, SpanOrZero,
+    As, AsList, AsOption, DiskSpace, EngineRule, EngineUrl, HostName, Identity, LogFilter, Origin,
+    PlainName, Prefix, RoutedPath, SampleForm, SpanOrZero,
 };
 
 /// Keys of `[admin]`: who may use the admin API, and which engines it may register.
@@ -43,12 +43,22 @@ pub struct AdminConfig {
     /// metadata services (docs/guide/security.md) must always be listed as addresses.
     #[serde(with = "AsList::<EngineRule>")]
     pub backends_allow: Vec<AllowedEngines>,
-    /// Number of newest requests whose decisions this replica keeps in memory for `GET
-    /// /admin/v1/decisions`; 0: none. They take at most 64 MiB, and the blocks of their prompts at
-    /// most 32 MiB.
+    /// Number of newest requests whose decisions this replica keeps in memory; 0: none, and none on
+    /// disk. They take at most 64 MiB, and the blocks of their prompts at most 32 MiB.
     #[schemars(range(max = 1_000_000))]
     #[default(10_000)]
     pub decisions: u32,
+}
+
+/// Keys of `[decisions]`: what is kept of past decisions.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DecisionsConfig {
+    /// Disk space for the decisions of all replicas, in `decisions` of the data directory, for `GET
+    /// /admin/v1/decisions`; `0`: none. A decision takes about 0.2 KB plus 40 bytes per backend.
+    #[serde(with = "As::<DiskSpace>")]
+    #[default(256 << 20)]
+    pub disk_max: u64,
 }
 
 /// Keys of `[requests]`: which paths are routed, and what is refused or removed on the way to an

@@ -57,13 +57,77 @@ async fn a_past_decision_is_found_at_its_replica() {
             "{listed}"
         );
     }
-    let refused = failed(&at[0], &["explain", "--request-id", "ask-3"]).await;
+    let found = done(&at[0], &["explain", "--request-id", "ask-3"]).await;
+    assert!(found.contains("decided by replica 3"), "{found}");
+    let refused = failed(&at[0], &["explain", "--request-id", "ask-4"]).await;
     assert!(
-        refused.contains("replica 1 has no request with this id"),
+        refused.contains("replica 1 has no request with this id, nor has any peer"),
         "{refused}"
     );
-    let found = done(&at[0], &["explain", "--request-id", "ask-3", "--all"]).await;
-    assert!(found.contains("decided by replica 3"), "{found}");
+    leave(replicas).await;
+}
+
+/// Returns the ids of the requests that the replica at `at` lists, newest first.
+async fn listed(http: &Http, at: &Addresses) -> Vec<String> {
+    let (_, page) = http.admin(at.admin, "decisions?limit=1000").await;
+    let ids = page["decisions"].as_array().unwrap().iter();
+    ids.map(|it| it["request_id"].as_str().unwrap().to_owned())
+        .collect()
+}
+
+/// Asserts that the replica at `at` shows each of these requests as ended.
+async fn shows_all(http: &Http, at: &Addresses, ids: &[String]) {
+    for id in ids {
+        let url = format!("http://{}/admin/v1/decisions/{id}", at.admin);
+        let (status, record) = http.get(&url).await;
+        assert_eq!(
+            (status, &record["end"]["outcome"]),
+            (StatusCode::OK, &json!("finished"))
+        );
+        assert_eq!(
+            record["decisions"][0]["backends"].as_array().unwrap().len(),
+            2
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn past_decisions_outlive_their_replica() {
+    let (_dir, _engines, mut replicas, http, at) = started(3, 2).await;
+    let mut ids = Vec::new();
+    for (nth, at) in at.iter().cycle().take(18).enumerate() {
+        ids.push(format!("ask-{nth}"));
+        ask(&http, at, &ids[nth]).await;
+    }
+    for at in &at {
+        let has_all = async || {
+            let listed = listed(&http, at).await;
+            ids.iter().all(|id| listed.contains(id))
+        };
+        until("every replica lists the decisions of all", has_all).await;
+    }
+    let left = replicas.remove(2).leave().await;
+    for at in &at[..2] {
+        shows_all(&http, at, &ids).await;
+    }
+    // What happens while a replica is away reaches it when it is back.
+    ids.push("meanwhile".to_owned());
+    ask(&http, &at[0], "meanwhile").await;
+    replicas.push(Replica::again(left));
+    http.ready(&at).await;
+    let has_it = async || listed(&http, &at[2]).await.contains(&ids[18]);
+    until("the returned replica lists what it missed", has_it).await;
+    let mut all_left = Vec::new();
+    for replica in replicas {
+        all_left.push(replica.leave().await);
+    }
+    let replicas: Vec<_> = all_left.into_iter().map(Replica::again).collect();
+    http.ready(&at).await;
+    for at in &at {
+        shows_all(&http, at, &ids).await;
+        let again = listed(&http, at).await;
+        assert!(again.len() == ids.len() && ids.iter().all(|id| again.contains(id)));
+    }
     leave(replicas).await;
 }
 

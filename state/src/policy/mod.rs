@@ -275,7 +275,7 @@ fn no_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Erro
 }
 
 /// Request as policies see it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub struct PolicyRequest {
     /// Hash of the request id, which breaks ties.
     pub jitter: u64,
@@ -298,7 +298,7 @@ pub struct PolicyRequest {
 }
 
 /// Weighted tokens used within the window, in thousandths of a token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema, Encode, Decode)]
 pub struct UserTokens {
     /// Usage of the request's user.
     pub own_milli: u64,
@@ -309,7 +309,7 @@ pub struct UserTokens {
 }
 
 /// Backend that a policy may choose, as policies see it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Encode, Decode)]
 pub struct Candidate {
     /// Slot of the backend.
     pub slot: Slot,
@@ -336,7 +336,7 @@ pub struct Candidate {
 }
 
 /// Prices of a backend's work before a first token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
 pub struct Prices {
     /// Nanoseconds per uncached prompt token; milliseconds in JSON.
     #[serde(
@@ -358,7 +358,7 @@ pub struct Prices {
 }
 
 /// Choice of a candidate, with the reason.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct Choice {
     /// Slot of the chosen backend.
     pub slot: Slot,
@@ -369,7 +369,7 @@ pub struct Choice {
 }
 
 /// Reason for choosing a candidate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reason {
     /// The only candidate.
@@ -428,7 +428,7 @@ impl Reason {
 
 /// One candidate's score as `explain` shows it. Candidates are compared by tier, score and second
 /// score, in that order; lower is better.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct Score {
     /// Slot of the candidate.
     pub slot: Slot,

@@ -6,6 +6,7 @@
 //! then runs the request. So prefix and pending prefill count on the prefill side, load and memory
 //! on the decode side. A decode backend that holds the prefix only saves transfer.
 
+use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +33,7 @@ pub enum Disaggregate {
 }
 
 /// How a decode backend gets the KV cache of a prompt from the prefill backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
 #[serde(rename_all = "kebab-case")]
 pub enum Handover {
     /// The decode backend fetches it with the parameters in the prefill backend's response, as with
@@ -78,7 +79,7 @@ impl Default for PairSettings {
 }
 
 /// Reason why a request goes to a single backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
 #[serde(rename_all = "kebab-case")]
 pub enum WholeReason {
     /// Its stages cannot be separated: it is no completion, has several prompts or choices, or

@@ -1,10 +1,9 @@
-// Where requests went, and why: the last decisions of this replica, each as a diagram.
+// Where requests went, and why: the last decisions of all replicas, each as a diagram.
 
 import { every, get } from './api.js';
 import { setStatus, status } from './charts.js';
 import { h, icon, put, svg, swap } from './dom.js';
 import { NONE, count, ms, percent, time } from './format.js';
-import { live } from './live.js';
 import { table } from './table.js';
 import { OUTCOMES, REASONS, VERDICTS } from './words.js';
 
@@ -20,15 +19,17 @@ export function mount(root, signal, [given = '']) {
   let unended = '';
   const summary = h('p', { class: 'note', role: 'status' }, 'Reading the decisions …');
   const field = (name, label) => h('input', { type: 'search', 'aria-label': label, placeholder: label, value: query.get(name) ?? '', autocomplete: 'off', onchange: () => look() });
-  const by = { user: field('user', 'User'), backend: field('backend', 'Backend'), model: field('model', 'Model') };
+  const by = { user: field('user', 'User'), backend: field('backend', 'Backend'), model: field('model', 'Model'), status: field('status', 'Status'), slower_than: field('slower_than', 'Slower than, like 2s') };
+  const failed = h('input', { type: 'checkbox', checked: query.get('failed') === 'true', onchange: () => look() });
   const find = h('input', { type: 'search', id: 'request', placeholder: 'Request id', autocomplete: 'off' });
   const hold = h('button', { type: 'button', 'aria-pressed': 'false', onclick: () => { isHeld = !isHeld; hold.setAttribute('aria-pressed', String(isHeld)); put(hold, isHeld ? 'Go on' : 'Hold'); } }, 'Hold');
   const show = (id) => { open = id; history.replaceState(null, '', `#/decisions/${encodeURIComponent(id)}`); showOne(); };
-  const grid = table({ label: 'Decisions', key: (row) => row.request_id, sort: { at: 0, down: true }, empty: 'No request was decided here yet, or none fits.', columns: [
+  const grid = table({ label: 'Decisions', key: (row) => row.request_id, sort: { at: 0, down: true }, empty: 'No request was decided yet, or none fits.', columns: [
     { title: 'When', head: true, by: (row) => row.at_ms, down: true, make: () => {
       const node = h('button', { type: 'button', class: 'link num', onclick: () => show(node.row) });
       return { node, update: (row) => { node.row = row.request_id; put(node, time(row.at_ms)); } };
     } },
+    { title: 'Replica', wide: true, number: true, by: (row) => row.replica, text: (row) => String(row.replica) },
     { title: 'User', by: (row) => row.user, text: (row) => row.user },
     { title: 'Went to', by: (row) => row.last?.backend ?? '', text: (row) => (row.last ? `${row.last.prefill ? `${row.last.prefill} → ` : ''}${row.last.backend}` : 'Nowhere') },
     { title: 'Why', wide: true, by: (row) => row.last?.reason ?? '', text: (row) => (row.last ? REASONS[row.last.reason]?.[0] ?? row.last.reason : NONE) },
@@ -41,15 +42,17 @@ export function mount(root, signal, [given = '']) {
     } },
   ] });
   const picture = h('section', { class: 'card picture', 'aria-label': 'Decision', hidden: true, tabindex: '-1' });
-  swap(root, h('form', { class: 'row tools', onsubmit: (it) => { it.preventDefault(); if (find.value.trim()) show(find.value.trim()); } }, h('label', { for: 'request', class: 'hidden' }, 'Request id'), find, h('button', { type: 'submit' }, 'Show'), Object.values(by), hold),
+  swap(root, h('form', { class: 'row tools', onsubmit: (it) => { it.preventDefault(); if (find.value.trim()) show(find.value.trim()); } }, h('label', { for: 'request', class: 'hidden' }, 'Request id'), find, h('button', { type: 'submit' }, 'Show'), Object.values(by), h('label', null, failed, ' Failed only'), hold),
     picture, summary, grid.node);
 
   async function look() {
     const wanted = new URLSearchParams({ limit: '200' });
     Object.entries(by).forEach(([name, it]) => it.value.trim() && wanted.set(name, it.value.trim()));
+    if (failed.checked) wanted.set('failed', 'true');
     const list = await get(`/admin/v1/decisions?${wanted}`, signal);
     grid.set(list.decisions);
-    put(summary, `The last ${count(list.decisions.length)} of ${count(list.kept)} that replica ${list.replica} keeps. Each replica keeps its own.`);
+    const disk = list.disk && !list.disk.fault ? `on the disk of replica ${list.replica}, of all replicas` : `in the memory of replica ${list.replica}, of its own requests`;
+    put(summary, `The last ${count(list.decisions.length)} ${disk}.${list.disk?.fault ? ` Its disk fails: ${list.disk.fault}.` : ''}`);
   }
 
   async function showOne() {
@@ -71,9 +74,7 @@ export function mount(root, signal, [given = '']) {
       }
     } catch (fault) {
       if (signal.aborted || id !== open) return;
-      const others = (live.replicas?.replicas ?? []).filter((it) => !it.is_asked && it.admin);
-      swap(picture, h('div', { class: 'row' }, h('h2', null, 'Not found here'), h('span', { class: 'grow' }), close), h('p', null, fault.message),
-        h('p', { class: 'links' }, others.map((it) => h('a', { href: `${it.admin}/#/decisions/${encodeURIComponent(open)}` }, `Look at replica ${it.id}`))));
+      swap(picture, h('div', { class: 'row' }, h('h2', null, 'Not found'), h('span', { class: 'grow' }), close), h('p', null, fault.message));
     }
     picture.scrollIntoView({ block: 'nearest' });
     picture.focus({ preventScroll: true });
@@ -106,7 +107,7 @@ function draw(root, request, close) {
   const user = h('a', { href: `#/users/${encodeURIComponent(request.user)}` }, request.user);
   swap(root,
     h('div', { class: 'row' }, h('h2', null, 'Why it went there'), h('span', { class: 'grow' }), close),
-    h('p', { class: 'note wrap' }, 'Request ', h('code', null, request.request_id), ` at ${time(request.at_ms)}, ${request.path}, model ${request.model}, user `, user, `, ${count(request.tokens)} prompt tokens.`),
+    h('p', { class: 'note wrap' }, 'Request ', h('code', null, request.request_id), ` at ${time(request.at_ms)}, ${request.path}, model ${request.model}, user `, user, `, ${count(request.tokens)} prompt tokens, decided by replica ${request.replica}.`),
     request.decisions.length ? request.decisions.map((it, at) => attemptPicture(request, it, at)) : h('p', { class: 'because' }, `No backend was chosen: ${request.end ? `${OUTCOMES[request.end.outcome]}${request.end.code ? `, ${request.end.code}` : ''}` : 'it still waits'}.`));
 }
 

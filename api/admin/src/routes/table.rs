@@ -394,16 +394,17 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "listDecisions",
             VIEWER,
-            "This replica's last decisions, newest first.",
+            "The last decisions of all replicas, as far as they are on this replica's disk, newest first.",
             || served(decisions::list),
-        )],
+        )
+        .fails(&[STOPPING])],
     },
     RouteInfo {
         path: "/admin/v1/decisions/{request_id}",
         calls: &[get(
             "getDecision",
             VIEWER,
-            "One request with all decisions: candidates, scores and outcome.",
+            "One request with all decisions: candidates, scores and outcome. Peers are asked if this replica has none.",
             || served(decisions::show),
         )
         .fails(&[NOT_FOUND])],

@@ -25,6 +25,7 @@ mod template;
 mod tests;
 mod vocabulary;
 
+use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -129,7 +130,7 @@ impl TokenizerLoadError {
 }
 
 /// Reason why a prompt is identified by its characters although its model has a tokenizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, JsonSchema, Encode, Decode)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fallback {
     /// The body does not have the form that its path requires.

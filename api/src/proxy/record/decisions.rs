@@ -1,22 +1,32 @@
-//! Log of this replica's latest decisions, for `GET /admin/v1/decisions`.
+//! Log of decisions, for `GET /admin/v1/decisions`.
 //!
 //! A request enters the log when it has been parsed. Its record holds the decision of every attempt
-//! and how each ended. The log is bounded by number and by bytes; the oldest requests go first. The
-//! data plane formats nothing for it: a record holds numbers, and names that the request had
-//! anyway. It never holds a prompt, a key or a response.
+//! and how each ended. The latest records of this replica are in memory, bounded by number and by
+//! bytes; the oldest requests go first. Records of ended requests, also of other replicas, are in
+//! the [archive](super::archive). The data plane formats nothing for it: a record holds numbers, and
+//! names that the request had anyway. It never holds a prompt, a key or a response.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
+use futures_util::future::join_all;
 use http::HeaderValue;
 use state::ids::{BlockHash, ReplicaId};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::archive::{self, ArchiveSize, DecisionArchive, LostRecords};
+use super::decision_filter::DecisionFilter;
+use super::peer_question::PeerQuestion;
 use super::recorder::{Recorder, TakenRequest};
 use super::request_record::{DecidedAttempt, RequestRecord};
 use crate::base::clock::Clock;
+use crate::files::ring::{RingPosition, RingSettings};
+use crate::ports::Cluster;
 use crate::proxy::request::client_request::ClientRequest;
 use crate::routing::Decision;
 
@@ -29,7 +39,7 @@ const CHAIN_BYTES_MAX: usize = 32 * 1024 * 1024;
 /// Maximum number of records examined under one lock, so that new ones do not wait for long.
 const LOOK_AT: usize = 256;
 
-/// The latest requests that this replica routed, the newest last.
+/// The latest requests that this replica routed, and an archive of all replicas'.
 pub struct DecisionLog {
     replica: ReplicaId,
     clock: Clock,
@@ -38,6 +48,25 @@ pub struct DecisionLog {
     is_always_made: bool,
     kept: Mutex<KeptRequests>,
     recorder: Recorder,
+    archive: Option<Arc<DecisionArchive>>,
+}
+
+/// Place in the list of all decisions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DecisionCursor {
+    /// After the request with this number, which is in memory only.
+    Memory(u64),
+    /// After this place in the archive.
+    Archive(RingPosition),
+}
+
+/// Part of the list of all decisions.
+#[derive(Debug)]
+pub struct DecisionPage {
+    /// The newest first.
+    pub records: Vec<Arc<RequestRecord>>,
+    /// Place after the last record; `None` at the end of the list.
+    pub next: Option<DecisionCursor>,
 }
 
 #[derive(Default)]
@@ -83,6 +112,34 @@ impl DecisionLog {
             is_always_made: false,
             kept: Mutex::default(),
             recorder: Recorder::default(),
+            archive: None,
+        }
+    }
+
+    /// Adds an archive, which works while [`DecisionLog::run_archive`] does. Without records in
+    /// memory, there is none.
+    #[must_use]
+    pub fn archived(mut self, settings: Option<RingSettings>, lost: LostRecords) -> Self {
+        let settings = settings.filter(|_| self.entries_max > 0);
+        self.archive = settings.map(|settings| {
+            let archive = DecisionArchive::new(self.replica, self.clock.clone(), settings, lost);
+            Arc::new(archive)
+        });
+        self
+    }
+
+    /// Writes records of ended requests to the archive, if there is one, and sends them to the
+    /// peers, until `stop`.
+    pub async fn run_archive(&self, cluster: Arc<dyn Cluster>, stop: CancellationToken) {
+        if let Some(archive) = &self.archive {
+            Arc::clone(archive).run(cluster, stop).await;
+        }
+    }
+
+    /// Passes the record of an ended request to the archive, if there is one.
+    pub(super) fn ended(&self, record: &Arc<RequestRecord>) {
+        if let Some(archive) = &self.archive {
+            archive.offer(record);
         }
     }
 
@@ -111,6 +168,7 @@ impl DecisionLog {
         let id_hash = xxh3_64(id.as_bytes());
         let record = |number| RequestRecord {
             number,
+            replica: self.replica,
             id: String::from_utf8_lossy(id.as_bytes()).into(),
             path: path.into(),
             model: request.parsed.model.as_str().into(),
@@ -131,6 +189,7 @@ impl DecisionLog {
             since,
             attempts: Mutex::default(),
             end: OnceLock::new(),
+            is_archived: AtomicBool::new(false),
         };
         if self.entries_max == 0 {
             return Some(Arc::new(record(0)));
@@ -209,8 +268,18 @@ impl DecisionLog {
         }
     }
 
-    /// Returns the newest kept request with this id, if there is one.
+    /// Returns the size of the archive; `None` if there is none. Blocks.
+    pub fn archive_size(&self) -> Option<ArchiveSize> {
+        Some(self.archive.as_ref()?.size())
+    }
+
+    /// Returns the newest request with this id that this replica knows, if there is one. Blocks.
     pub fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
+        let archived = || self.archive.as_ref()?.find(id).map(Arc::new);
+        self.in_memory(id).or_else(archived)
+    }
+
+    fn in_memory(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
         let id_hash = xxh3_64(id);
         let kept = self.lock();
         let mut newest = kept.entries.iter().rev();
@@ -218,8 +287,100 @@ impl DecisionLog {
         found.map(|it| Arc::clone(&it.record))
     }
 
-    /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`, the
-    /// newest first.
+    /// Returns the answer to a question of the peer `from`; `None` if there is none. Blocks.
+    #[must_use]
+    pub fn answer(&self, from: ReplicaId, question: &[u8]) -> Option<Vec<u8>> {
+        match PeerQuestion::read(question)? {
+            PeerQuestion::Store { start, end, frames } => {
+                let archive = self.archive.as_ref()?;
+                let reached = archive.receive(from, (start, end), frames)?;
+                Some(reached.0.to_le_bytes().into())
+            }
+            PeerQuestion::Find { id } => {
+                let found = self.find(id);
+                Some(found.map_or_else(Vec::new, |record| archive::to_bytes(&record)))
+            }
+        }
+    }
+
+    /// Returns the newest request with this id, after asking the peers if this replica has none: it
+    /// may be in flight there, or this replica was away when it ended.
+    ///
+    /// # Errors
+    /// Returns the peers that could not be asked, and why, if no replica has such a request.
+    pub async fn find_anywhere(
+        self: &Arc<Self>,
+        id: &str,
+        cluster: &dyn Cluster,
+    ) -> Result<Arc<RequestRecord>, Vec<(ReplicaId, String)>> {
+        let (log, wanted) = (Arc::clone(self), id.to_owned());
+        let here = tokio::task::spawn_blocking(move || log.find(wanted.as_bytes()));
+        if let Ok(Some(found)) = here.await {
+            return Ok(found);
+        }
+        let question = Bytes::from(PeerQuestion::Find { id: id.as_bytes() }.write());
+        let ask = |peer| {
+            let answer = cluster.ask(peer, question.clone());
+            async move { (peer, answer.await) }
+        };
+        let answers = join_all(cluster.peers().into_iter().map(ask)).await;
+        let (mut found, mut failures) = (Vec::new(), Vec::new());
+        for (peer, answer) in answers {
+            match answer {
+                Ok(bytes) => found.extend(archive::from_bytes(&bytes)),
+                Err(why) => failures.push((peer, why)),
+            }
+        }
+        let newest = found.into_iter().max_by_key(|record| record.at_ms);
+        newest.map(Arc::new).ok_or(failures)
+    }
+
+    /// Returns at most `limit` of the requests that `filter` admits after `from`, or from the newest
+    /// on: first those of this replica that are not in the archive, then the archive in the reverse
+    /// order of their ends. Blocks.
+    pub fn page(
+        &self,
+        from: Option<DecisionCursor>,
+        limit: usize,
+        filter: &DecisionFilter,
+    ) -> DecisionPage {
+        let (number, place) = match from {
+            None => (u64::MAX, RingPosition::MAX),
+            Some(DecisionCursor::Memory(number)) => (number, RingPosition::MAX),
+            Some(DecisionCursor::Archive(place)) => (0, place),
+        };
+        let is_wanted = |it: &RequestRecord| !it.is_archived.load(Relaxed) && filter.admits(it);
+        // One more than requested shows whether there are more.
+        let mut records = self.newest(number, limit + 1, is_wanted);
+        if records.len() > limit {
+            records.truncate(limit);
+            let next = records.last().map(|it| DecisionCursor::Memory(it.number));
+            return DecisionPage { records, next };
+        }
+        let Some(archive) = &self.archive else {
+            return DecisionPage {
+                records,
+                next: None,
+            };
+        };
+        // The archive may have got some of them meanwhile.
+        let key = |it: &RequestRecord| (it.replica, it.at_ms, it.number);
+        let shown: BTreeSet<_> = records.iter().map(|it| key(it)).collect();
+        let room = limit - records.len();
+        let is_wanted = |it: &RequestRecord| filter.admits(it) && !shown.contains(&key(it));
+        let mut archived = archive.newest(place, room + 1, is_wanted);
+        let is_more = archived.len() > room;
+        archived.truncate(room);
+        let last = archived.last().map_or(place, |(at, _)| *at);
+        records.extend(archived.into_iter().map(|(_, record)| Arc::new(record)));
+        DecisionPage {
+            records,
+            next: is_more.then_some(DecisionCursor::Archive(last)),
+        }
+    }
+
+    /// Returns at most `limit` of this replica's newest `wanted` requests in memory with numbers
+    /// below `before`, the newest first.
     pub fn newest(
         &self,
         mut before: u64,

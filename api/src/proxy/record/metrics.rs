@@ -15,6 +15,8 @@ use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use super::access::{AccessEntry, EndedAccess};
+use super::archive::LostRecords;
+use super::decisions::DecisionLog;
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
 use super::request_record::RequestRecord;
@@ -74,6 +76,8 @@ pub struct ProxyMetrics {
     pub unsalted: Counter,
     /// Responses that ended before their charge was committed, if charges are durable.
     pub charges_unconfirmed: Counter,
+    /// Records of decisions that are missing in the archive.
+    pub decisions_lost: LostRecords,
     /// Bytes of request bodies received.
     pub request_bytes: Counter,
     /// Bytes of responses relayed to clients.
@@ -206,6 +210,15 @@ impl ProxyMetrics {
         self.models.register(registry);
         self.stages.register(registry);
         self.register_connections(registry);
+        self.register_decisions(registry);
+    }
+
+    fn register_decisions(&self, registry: &mut Registry) {
+        registry.register(
+            "decisions_lost",
+            "Decisions that were not written to disk, by reason: queue-full, disk",
+            self.decisions_lost.clone(),
+        );
     }
 
     fn register_connections(&self, registry: &mut Registry) {
@@ -272,8 +285,9 @@ pub(in crate::proxy) struct RequestMetricsGuard {
     /// Time from the request's last byte to the first output of a stream; `None` before, and without
     /// a stream.
     ttft: Option<Duration>,
-    /// Record that receives the outcome; `None` before the body is parsed, or if no record is kept.
-    record: Option<Arc<RequestRecord>>,
+    /// Record that receives the outcome, and its log; `None` before the body is parsed, or if no
+    /// record is kept.
+    record: Option<(Arc<RequestRecord>, Arc<DecisionLog>)>,
     /// Access log line of the request; `None` if the log is off.
     access: Option<AccessEntry>,
     /// Trace of the request; `None` without tracing.
@@ -356,9 +370,13 @@ impl RequestMetricsGuard {
         self.request_id = request_id;
     }
 
-    /// Sets the record that receives the outcome; `None` if no record is kept.
-    pub(in crate::proxy) fn records(&mut self, record: Option<Arc<RequestRecord>>) {
-        self.record = record;
+    /// Sets the record in `log` that receives the outcome; `None` if no record is kept.
+    pub(in crate::proxy) fn records(
+        &mut self,
+        record: Option<Arc<RequestRecord>>,
+        log: &Arc<DecisionLog>,
+    ) {
+        self.record = record.map(|record| (record, Arc::clone(log)));
     }
 
     /// Sets the access log entry that is written at the end; `None` if the log is off.
@@ -449,9 +467,10 @@ impl RequestMetricsGuard {
 
 impl Drop for RequestMetricsGuard {
     fn drop(&mut self) {
-        if let Some(record) = &self.record {
+        if let Some((record, log)) = &self.record {
             // Before the request counts as over, so that its record is complete by then.
             record.ends(self.outcome.label(), self.code, self.failure);
+            log.ended(record);
         }
         self.leave_stage();
         let Self {
@@ -497,7 +516,7 @@ impl Drop for RequestMetricsGuard {
                 cause: self.cause.as_deref(),
                 ttft: self.ttft,
                 duration,
-                record: self.record.as_deref(),
+                record: self.record.as_ref().map(|(record, _)| &**record),
             });
         }
     }

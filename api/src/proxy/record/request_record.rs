@@ -1,11 +1,14 @@
 //! Records of requests: numbers, names and outcomes.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use state::ids::BlockHash;
+use bincode::{Decode, Encode};
+use state::ids::{BlockHash, ReplicaId};
 use tokio::time::Instant;
 
+use super::outcome::RequestOutcome;
 use crate::prompt::BlockUnit;
 use crate::proxy::request::identify::UserSource;
 use crate::routing::{DecisionRecord, Labels, UserName};
@@ -15,6 +18,8 @@ use crate::routing::{DecisionRecord, Labels, UserName};
 pub struct RequestRecord {
     /// Number of the record among all since the replica's start, from 0.
     pub number: u64,
+    /// Replica that received the request.
+    pub replica: ReplicaId,
     /// Request id. It is copied, because a header value would keep alive the 16 KiB that its
     /// connection read at once.
     pub id: Box<str>,
@@ -46,17 +51,19 @@ pub struct RequestRecord {
     pub matchable: u32,
     /// Tokens per block, estimated if blocks consist of bytes.
     pub tokens_per_block: u32,
-    /// Hashes of the blocks at depths 1, 2, 4 and so on.
+    /// Hashes of the blocks at depths 1, 2, 4 and so on; none if the record was stored.
     pub marks: Box<[BlockHash]>,
     /// Unix time at which the request was parsed, in milliseconds.
     pub at_ms: u64,
     pub(in crate::proxy) since: Instant,
     pub(in crate::proxy) attempts: Mutex<Vec<DecidedAttempt>>,
     pub(in crate::proxy) end: OnceLock<RequestEnd>,
+    /// Whether the record is in the archive too.
+    pub(in crate::proxy) is_archived: AtomicBool,
 }
 
 /// One attempt of a request, with its decision.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Encode, Decode)]
 pub struct DecidedAttempt {
     /// Time from parsing the request to the dispatch.
     pub after: Duration,
@@ -79,6 +86,16 @@ pub struct RequestEnd {
     pub after: Duration,
 }
 
+impl RequestEnd {
+    /// Whether the request failed, other than by a refusal or because the client left.
+    #[must_use]
+    pub fn is_failure(&self) -> bool {
+        let all = RequestOutcome::ALL;
+        all.iter()
+            .any(|it| it.is_failure() && it.label() == self.outcome)
+    }
+}
+
 impl RequestRecord {
     /// Records the end of the request, with the code of the error sent to the client, if any.
     pub(in crate::proxy) fn ends(
@@ -98,6 +115,13 @@ impl RequestRecord {
     /// Returns the end of the request; `None` while it is in flight.
     pub fn end(&self) -> Option<&RequestEnd> {
         self.end.get()
+    }
+
+    /// Returns the time from parsing the request to its end, or until now while it is in flight.
+    #[must_use]
+    pub fn took(&self) -> Duration {
+        self.end()
+            .map_or_else(|| self.since.elapsed(), |end| end.after)
     }
 
     /// Returns the attempts so far, in order.

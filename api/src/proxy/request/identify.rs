@@ -43,6 +43,8 @@ pub enum UserSource {
     Nobody,
     /// The `explain` request names the user.
     Given,
+    /// A stored record names the source.
+    Stored(&'static str),
 }
 
 impl UserSource {
@@ -55,6 +57,7 @@ impl UserSource {
             Self::ClusterKey => "cluster-key".to_owned(),
             Self::Nobody => "nobody".to_owned(),
             Self::Given => "given".to_owned(),
+            Self::Stored(source) => (*source).to_owned(),
         }
     }
 }

@@ -20,6 +20,7 @@ use self::cors::AllowedOrigins;
 use self::keys::ApiKeys;
 use self::reserved_fields::{FieldRules, HeaderRules};
 use crate::engines::backends::pool::PoolSettings;
+use crate::files::ring::RingSettings;
 use crate::net::ip_prefix::IpPrefix;
 use crate::settings::{Size, Status};
 use crate::traces::Tracer;
@@ -73,6 +74,8 @@ pub struct ProxySettings {
     /// Additional paths to which a POST with a JSON `model` is routed. They match exactly, without
     /// the query. Engine control paths stay closed even if listed here.
     pub extra_paths: Vec<String>,
+    /// Archive of the [`DecisionLog`](super::DecisionLog); `None` for none.
+    pub archive: Option<RingSettings>,
     /// Maximum number of requests in the [`DecisionLog`](super::DecisionLog); 0 for none.
     pub decisions_max: usize,
     /// Web origins that may use this replica from a browser.
@@ -354,6 +357,7 @@ impl ProxySettings {
             priority_max: 0,
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),
+            archive: None,
             decisions_max: DECISIONS_MAX,
             cors: AllowedOrigins::default(),
             logged_requests: LoggedRequests::default(),

@@ -38,39 +38,39 @@ pub struct DecisionRecord {
     pub index: LogIndex,
     /// Id of the chosen backend.
     pub name: Arc<str>,
-    policy: Arc<PolicyConfig>,
-    policy_source: PolicySource,
-    request: PolicyRequest,
-    choice: Choice,
-    is_panic: bool,
-    filtered: FilterCounts,
-    candidates: u32,
-    seen: Box<[SeenBackend]>,
+    pub(super) policy: Arc<PolicyConfig>,
+    pub(super) policy_source: PolicySource,
+    pub(super) request: PolicyRequest,
+    pub(super) choice: Choice,
+    pub(super) is_panic: bool,
+    pub(super) filtered: FilterCounts,
+    pub(super) candidates: u32,
+    pub(super) seen: Box<[SeenBackend]>,
     /// Scores of the backends in `seen` if it omits some candidates; `None` if it holds all.
-    scores: Option<Box<[Score]>>,
+    pub(super) scores: Option<Box<[Score]>>,
     /// The backend that computes the prompt, or why the chosen backend computes it. `Err(None)` if
     /// no backend computes prompts for others.
-    prefill: Result<PrefillRecord, Option<WholeReason>>,
+    pub(super) prefill: Result<PrefillRecord, Option<WholeReason>>,
     /// Outcome of the prefill at the backend that computes the prompt.
-    prefilled: OnceLock<&'static str>,
+    pub(super) prefilled: OnceLock<&'static str>,
     /// Status of the engine's response; 0 if none arrived.
-    status: AtomicU16,
+    pub(super) status: AtomicU16,
     /// Reason why no response arrived.
-    failure: OnceLock<&'static str>,
+    pub(super) failure: OnceLock<&'static str>,
     /// Error text of the operating system or the protocol.
-    detail: OnceLock<Box<str>>,
-    report: OnceLock<AttemptReport>,
+    pub(super) detail: OnceLock<Box<str>>,
+    pub(super) report: OnceLock<AttemptReport>,
 }
 
 /// The best candidates of a decision, at most [`SEEN_MAX`], with their scores.
-#[derive(Debug)]
+#[derive(Debug, bincode::Encode, bincode::Decode)]
 pub(super) struct SeenCandidates {
     seen: Box<[SeenBackend]>,
     scores: Box<[Score]>,
 }
 
 /// The choice of a prefill backend as it was made.
-#[derive(Debug)]
+#[derive(Debug, bincode::Encode, bincode::Decode)]
 pub(super) struct PrefillRecord {
     pub(in crate::routing) backend: BackendRef,
     pub(in crate::routing) name: Arc<str>,
@@ -95,8 +95,8 @@ pub struct PrefillView {
 }
 
 /// A backend as a decision saw it.
-#[derive(Debug, Clone, Copy)]
-struct SeenBackend {
+#[derive(Debug, Clone, Copy, bincode::Encode, bincode::Decode)]
+pub(super) struct SeenBackend {
     handle: BackendRef,
     verdict: FilterVerdict,
     /// Inputs of the policy; zeros if a filter excluded the backend.
@@ -119,7 +119,7 @@ pub struct SeenDecision<'a> {
 }
 
 /// Outcome of an attempt, with its usage and durations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bincode::Encode, bincode::Decode)]
 pub struct AttemptReport {
     /// How the attempt ended.
     pub end: AttemptEnd,

@@ -21,6 +21,7 @@ pub(super) mod request_stages;
 pub(super) mod routing_table;
 pub(super) mod select;
 pub(super) mod session;
+pub(super) mod stored_decision;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -228,6 +228,8 @@ impl Fleet {
 
     /// Returns the id of a backend that is registered or was until recently.
     pub(super) fn name_of(&self, backend: BackendRef) -> Option<Arc<str>> {
+        // A replica that has not decided anything yet does not know the registered names.
+        drop(self.table());
         let known = self.known();
         known.names.get(&backend).map(|(_, name)| Arc::clone(name))
     }
@@ -312,7 +314,9 @@ pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey
 }
 
 /// What selected the policy that decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, bincode::Encode, bincode::Decode,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicySource {
     /// A header of the request.

@@ -7,7 +7,7 @@
 //! the same calls in the same order produce the same commands.
 //! docs/adr/0045 lists what that requires of the code it runs.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use api::admission::Admission;
@@ -17,7 +17,7 @@ use api::cluster::events::EventBus;
 use api::cluster::figures::FigureBoard;
 use api::engines::backends::{Backends, EngineDialer};
 use api::ports::{Cluster, Propose};
-use api::proxy::LoggedRequests;
+use api::proxy::{DecisionLog, LoggedRequests};
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
 use raft::{Replica, StartError, Storage, Transport};
 use state::ids::SessionId;
@@ -120,6 +120,7 @@ struct CoreParts {
     events: EventBus,
     clocks: Arc<ClusterClocks>,
     figures: Arc<FigureBoard>,
+    decisions: Arc<OnceLock<Arc<DecisionLog>>>,
 }
 
 impl CoreParts {
@@ -170,6 +171,7 @@ impl CoreParts {
             events,
             clocks,
             figures: Arc::default(),
+            decisions: Arc::default(),
         }
     }
 
@@ -182,6 +184,7 @@ impl CoreParts {
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
             figures: Arc::clone(&self.figures),
+            decisions: Arc::clone(&self.decisions),
             observer,
         })
     }
@@ -336,6 +339,13 @@ impl ReplicaCore {
     #[must_use]
     pub fn figures(&self) -> &Arc<FigureBoard> {
         &self.parts.figures
+    }
+
+    /// Starts to exchange past decisions with peers. Only the first log is used.
+    pub(super) fn share_decisions(&self, log: &Arc<DecisionLog>) {
+        let log = Arc::clone(self.parts.decisions.get_or_init(|| Arc::clone(log)));
+        let (cluster, stop) = (self.cluster(), self.stopping());
+        self.spawn_task(async move { log.run_archive(cluster, stop).await });
     }
 
     /// Returns the cluster's clock.
