@@ -14,7 +14,7 @@
 //! handed over yet.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -67,10 +67,23 @@ struct AdapterShared {
     bytes_since_snapshot: AtomicU64,
     /// Error of the last attempt to write a snapshot; `None` if it succeeded.
     unwritten: watch::WatchSender<Option<String>>,
+    /// Attempts to write a snapshot.
+    counts: Mutex<SnapshotCounts>,
     /// Whether applying is paused; see [`StateMachineAdapter::pause`].
     is_paused: watch::WatchSender<bool>,
     /// Cancelled when the replica stops.
     stop: CancellationToken,
+}
+
+/// Attempts of a replica to write a snapshot, since its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SnapshotCounts {
+    /// Number of snapshots that were written.
+    pub written: u64,
+    /// Number of attempts that failed; each is repeated.
+    pub failed: u64,
+    /// Duration of the last successful write; 0 if there was none.
+    pub last_took: Duration,
 }
 
 /// Guard that pauses applying until it is dropped.
@@ -128,6 +141,7 @@ impl StateMachineAdapter {
             fault,
             bytes_since_snapshot: AtomicU64::new(0),
             unwritten: watch::WatchSender::new(None),
+            counts: Mutex::default(),
             is_paused: watch::WatchSender::new(false),
             stop,
         }));
@@ -162,6 +176,17 @@ impl StateMachineAdapter {
     /// Watches the error of the last attempt to write a snapshot; `None` if it succeeded.
     pub(crate) fn unwritten(&self) -> watch::WatchReceiver<Option<String>> {
         self.0.unwritten.subscribe()
+    }
+
+    /// Returns the attempts to write a snapshot since the start.
+    pub(crate) fn snapshot_counts(&self) -> SnapshotCounts {
+        *lock(&self.0.counts)
+    }
+
+    /// Returns the file of the newest snapshot; `None` if there is none, or the folder cannot be
+    /// read.
+    pub(crate) fn newest_snapshot(&self) -> Option<PathBuf> {
+        Some(self.0.folder.newest().ok()??.path)
     }
 
     /// Returns a new file in which to receive a snapshot.
@@ -401,6 +426,7 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
         let mut backoff = Backoff::new(WRITE_AGAIN_FIRST, WRITE_AGAIN_MAX);
         loop {
             let (adapter, now) = (self.adapter.clone(), frozen.take());
+            let began = tokio::time::Instant::now();
             let blocking = adapter.0.blocking;
             let built = blocking.try_run(move || {
                 // Not kept during a pause: a frozen state costs memory as the machine continues.
@@ -413,11 +439,16 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
             });
             let error = match built.await {
                 Ok(snapshot) => {
+                    let mut counts = lock(&self.adapter.0.counts);
+                    counts.written += 1;
+                    counts.last_took = began.elapsed();
+                    drop(counts);
                     self.adapter.0.unwritten.send_replace(None);
                     return Ok(snapshot);
                 }
                 Err(error) => error,
             };
+            lock(&self.adapter.0.counts).failed += 1;
             tracing::error!(%error, again_in = ?backoff.next(), "snapshot not written");
             self.adapter
                 .0

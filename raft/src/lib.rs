@@ -70,6 +70,7 @@ extern crate self as raft;
 #[cfg(test)]
 mod testing;
 
+pub use adapter::SnapshotCounts;
 pub use determinism::{random, watch};
 pub use error::{ChangeError, Committed, ProposeError, StartError};
 pub use files::set_store_aside;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -39,6 +40,7 @@ pub(super) fn disk_space(folder: &Path) -> Option<DiskSpace> {
 impl Collector for LogMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         self.encode_disk(&mut encoder)?;
+        self.encode_snapshots(&mut encoder)?;
         let times = self.replica.sync_times();
         let bounds = SYNC_BUCKETS_S.iter().chain([&f64::MAX]);
         let fitting: u64 = times.buckets.iter().sum();
@@ -57,6 +59,53 @@ impl Collector for LogMetrics {
 }
 
 impl LogMetrics {
+    /// Encodes the attempts to write a snapshot, and the size and age of the newest one.
+    fn encode_snapshots(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let counts = self.replica.snapshot_counts();
+        for (name, help, count) in [
+            (
+                "quorate_raft_snapshots_written",
+                "Snapshots that this replica has written",
+                counts.written,
+            ),
+            (
+                "quorate_raft_snapshots_failed",
+                "Attempts to write a snapshot that failed; each is repeated",
+                counts.failed,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Counter)?
+                .encode_counter::<NoLabelSet, _, u64>(&count, None)?;
+        }
+        let file = self.replica.newest_snapshot();
+        let file = file.and_then(|path| path.metadata().ok());
+        let written = file.as_ref().and_then(|it| it.modified().ok());
+        let written = written.and_then(|it| it.duration_since(UNIX_EPOCH).ok());
+        for (name, help, number) in [
+            (
+                "quorate_raft_snapshot_last_write_seconds",
+                "Time that the last snapshot took to write, 0 if there was none since the start",
+                counts.last_took.as_secs_f64(),
+            ),
+            (
+                "quorate_raft_snapshot_bytes",
+                "Size of the newest snapshot, 0 if there is none",
+                file.as_ref().map_or(0.0, |it| it.len() as f64),
+            ),
+            (
+                "quorate_raft_snapshot_timestamp_seconds",
+                "Unix time at which the newest snapshot was written, 0 if there is none",
+                written.unwrap_or_default().as_secs_f64(),
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_gauge(&number)?;
+        }
+        Ok(())
+    }
+
     /// Encodes the space of the disk, unless the file system does not report it.
     fn encode_disk(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let Some(space) = disk_space(&self.data_dir) else {

@@ -18,6 +18,7 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -36,7 +37,7 @@ use self::leader_contact::LeaderContact;
 use self::peer_discovery::PeerDiscovery;
 #[cfg(feature = "fuzzing")]
 pub use self::peers::forged_calls;
-use crate::adapter::{Raft, StateMachineAdapter};
+use crate::adapter::{Raft, SnapshotCounts, StateMachineAdapter};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
 use crate::error::StartError;
@@ -231,6 +232,19 @@ impl Replica {
     #[must_use]
     pub fn sync_times(&self) -> SyncTimes {
         self.inner.log.sync_times()
+    }
+
+    /// Returns the attempts to write a snapshot since the start.
+    #[must_use]
+    pub fn snapshot_counts(&self) -> SnapshotCounts {
+        self.inner.machine.snapshot_counts()
+    }
+
+    /// Returns the file of the newest snapshot; `None` if there is none, or the folder cannot be
+    /// read.
+    #[must_use]
+    pub fn newest_snapshot(&self) -> Option<PathBuf> {
+        self.inner.machine.newest_snapshot()
     }
 
     /// Sends `bytes` to every connected peer, outside the log. Never waits. A slow peer receives
