@@ -179,6 +179,8 @@ struct ProbeDetail {
     total: u64,
     failures_total: u64,
     failures_in_row: u32,
+    /// Time since the engine last passed a probe of this replica, in milliseconds; `null`: never.
+    seen_ms_ago: Option<u64>,
     /// Why the last scrape of the engine's metrics failed; `null`: it did not fail.
     metrics_detail: Option<String>,
 }
@@ -352,10 +354,16 @@ impl BackendContext {
                 total: record.probes_total,
                 failures_total: record.failures_total,
                 failures_in_row: record.failures_in_row,
+                seen_ms_ago: record.passed_at.map(ms_since),
                 metrics_detail: record.metrics_detail,
             },
         }
     }
+}
+
+/// Returns the time since `at`, in milliseconds.
+fn ms_since(at: Instant) -> u64 {
+    u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
 /// A backend; its id is in the path.

@@ -103,6 +103,7 @@ async fn backends_are_listed_with_all_known_facts() {
                 "total": 0,
                 "failures_total": 0,
                 "failures_in_row": 0,
+                "seen_ms_ago": null,
                 "metrics_detail": null,
             },
         })

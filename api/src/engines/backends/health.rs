@@ -10,6 +10,7 @@ use std::sync::{Arc, PoisonError};
 use serde::Serialize;
 use state::command::EngineFacts;
 use state::ids::Slot;
+use tokio::time::Instant;
 
 use super::activity::Standstill;
 use super::adapters::EngineAdapters;
@@ -127,6 +128,9 @@ pub struct ProbeRecord {
     pub failures_total: u64,
     /// Number of probes since this replica has known the backend.
     pub probes_total: u64,
+    /// Time at which the last probe passed; `None` if none has.
+    #[serde(skip)]
+    pub passed_at: Option<Instant>,
     /// Number of probes that were refused a connection.
     #[serde(skip)]
     pub(crate) refusals_total: u64,
@@ -259,14 +263,12 @@ impl ProbeRecord {
 
     fn listed_adapters(&self) -> impl Iterator<Item = &String> {
         let listed = self.listed.iter().flat_map(|models| models.iter());
-        let adapters = listed.filter(|model| model.is_adapter());
-        adapters.map(|model| &model.id)
+        listed.filter(|it| it.is_adapter()).map(|it| &it.id)
     }
 
     /// Records that a request for `model` was sent. If `model` is an adapter, the engine loads it.
     pub(crate) fn sent(&mut self, model: &str) {
-        let is_adapter = |listed: &String| listed == model;
-        if self.listed_adapters().any(is_adapter) {
+        if self.listed_adapters().any(|listed| listed == model) {
             self.sent_adapters.retain(|(sent, _)| sent != model);
             self.sent_adapters.push((model.to_owned(), SENT_SCRAPES));
             self.combine_adapters();
@@ -309,16 +311,12 @@ impl ProbeRecord {
                 && self.locked_out.is_none(),
             has_adapters: self.adapters.is_some(),
             knows_salts: self.kind.is_some_and(EngineKind::knows_salts),
-            meets_in_rooms: self.meets_in_rooms(),
+            meets_in_rooms: self.kind == Some(EngineKind::Sglang)
+                && (self.disaggregation.as_ref()).is_none_or(DisaggregationFacts::is_apart),
             waiting: self.metrics.waiting.unwrap_or(0),
             running: self.metrics.running.unwrap_or(0),
             kv_usage_permille: self.metrics.kv_usage_permille.unwrap_or(0),
         }
-    }
-
-    fn meets_in_rooms(&self) -> bool {
-        let told = self.disaggregation.as_ref();
-        self.kind == Some(EngineKind::Sglang) && told.is_none_or(DisaggregationFacts::is_apart)
     }
 
     fn health(&self) -> Health {

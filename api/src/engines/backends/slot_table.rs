@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use state::ids::Slot;
 use state::{Backend, Registry};
+use tokio::time::Instant;
 
 use super::Backends;
 use super::engine::EngineMetrics;
@@ -101,7 +102,10 @@ impl Occupancy {
 
     /// Records a passed probe.
     pub fn passed(&self) {
-        self.update(ProbeRecord::passed);
+        self.update(|record| {
+            record.passed();
+            record.passed_at = Some(Instant::now());
+        });
     }
 
     /// Records a failed probe and the reason.
