@@ -96,6 +96,8 @@ struct FiguresDetail {
     prompt_tokens: u64,
     cached_tokens: u64,
     predicted_tokens: u64,
+    /// Part of `predicted_tokens` that the replica knew from peers or from before its restart.
+    shared_tokens: u64,
     in_flight: u64,
     waiting: u64,
     waiting_users: u64,
@@ -181,6 +183,7 @@ impl FiguresDetail {
             prompt_tokens,
             cached_tokens,
             predicted_tokens,
+            shared_tokens,
         } = figures.recent;
         let time = |us| Some(us).filter(|us| *us > 0).map(thousandths);
         Self {
@@ -204,6 +207,7 @@ impl FiguresDetail {
             prompt_tokens,
             cached_tokens,
             predicted_tokens,
+            shared_tokens,
             in_flight: figures.in_flight,
             waiting: figures.waiting,
             waiting_users: figures.waiting_users,

@@ -97,6 +97,8 @@ pub struct RoutingMetrics {
 struct PrefixTotals {
     prompt: AtomicU64,
     predicted: AtomicU64,
+    /// Part of `predicted` that this replica did not know from its own requests.
+    shared: AtomicU64,
     cached: AtomicU64,
 }
 
@@ -231,15 +233,17 @@ impl RoutingMetrics {
     }
 
     /// Returns the numbers of prompt tokens of requests whose engine reported cached tokens: all of
-    /// them, those predicted to be cached, and those that were cached.
+    /// them, those predicted to be cached, the part of these that this replica did not know from its
+    /// own requests, and those that were cached.
     #[must_use]
-    pub fn prefix_totals(&self) -> [u64; 3] {
+    pub fn prefix_totals(&self) -> [u64; 4] {
         let PrefixTotals {
             prompt,
             predicted,
+            shared,
             cached,
         } = &*self.totals;
-        [prompt, predicted, cached].map(|it| it.load(Relaxed))
+        [prompt, predicted, shared, cached].map(|it| it.load(Relaxed))
     }
 
     pub(super) fn meter(&self, backend: &str) -> Arc<BackendMeter> {
@@ -367,8 +371,10 @@ impl BackendMeter {
         }
         self.cached_tokens.inc_by(cached);
         self.totals.prompt.fetch_add(prompt, Relaxed);
-        let predicted = predicted.iter().sum();
+        let [here, ..] = predicted;
+        let predicted: u64 = predicted.iter().sum();
         self.totals.predicted.fetch_add(predicted, Relaxed);
+        self.totals.shared.fetch_add(predicted - here, Relaxed);
         self.totals.cached.fetch_add(cached, Relaxed);
     }
 }

@@ -90,14 +90,19 @@ impl FigureSources {
 
     fn sample(&self) -> CounterSample {
         let recent = &self.requests.recent;
-        let [prompt_tokens, predicted_tokens, cached_tokens] =
-            self.router.metrics().prefix_totals();
+        let [
+            prompt_tokens,
+            predicted_tokens,
+            shared_tokens,
+            cached_tokens,
+        ] = self.router.metrics().prefix_totals();
         CounterSample {
             ended: recent.ended.load(Relaxed),
             failed: recent.failed.load(Relaxed),
             prompt_tokens,
             cached_tokens,
             predicted_tokens,
+            shared_tokens,
             ttft: recent.ttft.counts(),
             routing: recent.routing.counts(),
         }

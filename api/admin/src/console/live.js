@@ -55,6 +55,7 @@ export function totals(answer) {
     ttft50: weighted('ttft_p50_ms'), ttft99: most('ttft_p99_ms'),
     routing50: weighted('routing_p50_ms'), routing99: most('routing_p99_ms'),
     hit: prompt ? sum('cached_tokens') / prompt : null, predicted: prompt ? sum('predicted_tokens') / prompt : null,
+    shared: sum('predicted_tokens') ? sum('shared_tokens') / sum('predicted_tokens') : null,
   };
 }
 

@@ -111,6 +111,7 @@ export function mount(root, signal) {
     chartTile('Requests per second', 'Ended in the last 10 s, all replicas', ['line-a'], (all) => [all.map((it) => it.requests)], (it) => [rate(it.requests), it.failed ? `${rate(it.failed)} failed` : 'None failed']),
     chartTile('Time to first token', 'Half of the requests below; thin: 99 of 100', ['line-a', 'line-b'], (all) => [all.map((it) => it.ttft50), all.map((it) => it.ttft99)], (it) => [ms(it.ttft50), `99 %: ${ms(it.ttft99)}`]),
     chartTile('Hit rate', 'Prompt tokens that engines had cached; thin: predicted', ['line-a', 'line-b'], (all) => [all.map((it) => it.hit), all.map((it) => it.predicted)], (it) => [percent(it.hit), `predicted ${percent(it.predicted)}`]),
+    chartTile('Known by sharing', 'Predicted tokens that a replica knew from peers or from before its restart', ['line-a'], (all) => [all.map((it) => it.shared)], (it) => [percent(it.shared), 'of the predicted']),
     chartTile('Waiting requests', 'For a backend with room', ['line-a'], (all) => [all.map((it) => it.waiting)], (it) => [count(it.waiting), `${count(it.inFlight)} under way`]),
     chartTile('Cost of routing', 'What a request waits for the router; thin: 99 of 100', ['line-a', 'line-b'], (all) => [all.map((it) => it.routing50), all.map((it) => it.routing99)], (it) => [ms(it.routing50), `99 %: ${ms(it.routing99)}`]),
   ];

@@ -26,7 +26,7 @@ const ROLES: [&str; 7] = [
     "stopped",
 ];
 /// Number of figures in a report.
-const FIGURES: usize = 25;
+const FIGURES: usize = 26;
 /// Maximum length of a report, in bytes. Later builds may send figures that this one does not know.
 pub const REPORT_BYTES_MAX: usize = 8 * 128;
 const _: () = assert!(8 * FIGURES <= REPORT_BYTES_MAX);
@@ -117,6 +117,7 @@ impl ReplicaFigures {
             recent.prompt_tokens,
             recent.cached_tokens,
             recent.predicted_tokens,
+            recent.shared_tokens,
             self.in_flight,
             self.waiting,
             self.waiting_users,
@@ -162,17 +163,18 @@ impl ReplicaFigures {
                 prompt_tokens: at(13),
                 cached_tokens: at(14),
                 predicted_tokens: at(15),
+                shared_tokens: at(16),
             },
-            in_flight: at(16),
-            waiting: at(17),
-            waiting_users: at(18),
+            in_flight: at(17),
+            waiting: at(18),
+            waiting_users: at(19),
             longest: is(5).then(|| LongestWait {
-                waited_ms: at(19),
-                user: UserKey(at(20)),
+                waited_ms: at(20),
+                user: UserKey(at(21)),
             }),
-            disk: Some((at(21), at(22))).filter(|(_, size)| *size > 0),
-            outbox_items: at(23),
-            uptime_s: at(24),
+            disk: Some((at(22), at(23))).filter(|(_, size)| *size > 0),
+            outbox_items: at(24),
+            uptime_s: at(25),
         })
     }
 }
@@ -266,17 +268,18 @@ mod tests {
                 prompt_tokens: 13,
                 cached_tokens: 14,
                 predicted_tokens: 15,
+                shared_tokens: 16,
             },
-            in_flight: 16,
-            waiting: 17,
-            waiting_users: 18,
+            in_flight: 17,
+            waiting: 18,
+            waiting_users: 19,
             longest: Some(LongestWait {
-                waited_ms: 19,
-                user: UserKey(20),
+                waited_ms: 20,
+                user: UserKey(21),
             }),
-            disk: Some((21, 22)),
-            outbox_items: 23,
-            uptime_s: 24,
+            disk: Some((22, 23)),
+            outbox_items: 24,
+            uptime_s: 25,
             ..ReplicaFigures::default()
         }
     }
@@ -286,7 +289,7 @@ mod tests {
         let numbers: Vec<u8> = figures().encode();
         let numbers = numbers.as_chunks::<8>().0.iter();
         let numbers: Vec<u64> = numbers.map(|it| u64::from_le_bytes(*it)).collect();
-        let mut expected: Vec<u64> = (0..25).collect();
+        let mut expected: Vec<u64> = (0..26).collect();
         // Role 2 is the second of `ROLES`; a snapshot at index 0 is encoded as 1; the flags are a
         // quorum, readiness and a waiting request.
         (expected[0], expected[1], expected[4], expected[5]) = (2, 2, 1, 0b11_0001);

@@ -90,6 +90,9 @@ pub struct CounterSample {
     pub cached_tokens: u64,
     /// Number of prompt tokens in [`Self::prompt_tokens`] that were predicted to be cached.
     pub predicted_tokens: u64,
+    /// Number of prompt tokens in [`Self::predicted_tokens`] that the replica did not know from its
+    /// own requests since its start.
+    pub shared_tokens: u64,
     /// Counts of times to the first byte.
     pub ttft: TimeCounts,
     /// Counts of durations of routing.
@@ -117,6 +120,8 @@ pub struct RecentRates {
     pub cached_tokens: u64,
     /// Increase of [`CounterSample::predicted_tokens`] within the window.
     pub predicted_tokens: u64,
+    /// Increase of [`CounterSample::shared_tokens`] within the window.
+    pub shared_tokens: u64,
 }
 
 /// Samples of the last [`WINDOW`].
@@ -152,6 +157,7 @@ impl RecentWindow {
             prompt_tokens: now.prompt_tokens.saturating_sub(before.prompt_tokens),
             cached_tokens: now.cached_tokens.saturating_sub(before.cached_tokens),
             predicted_tokens: now.predicted_tokens.saturating_sub(before.predicted_tokens),
+            shared_tokens: now.shared_tokens.saturating_sub(before.shared_tokens),
         }
     }
 }
