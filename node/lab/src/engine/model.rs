@@ -20,7 +20,7 @@ use super::lora::{LoraOptions, LoraSlots};
 use super::text::{BlockContent, Sequence};
 
 /// Batch size that doubles the duration of a decode step.
-const DECODE_BATCH_DOUBLING: u64 = 64;
+pub(crate) const DECODE_BATCH_DOUBLING: u64 = 64;
 
 /// Identifies a request within its engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -89,6 +89,10 @@ pub struct SimulateArgs {
     /// `unlimited` [default: unlimited, or as recorded]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = concurrency)]
     concurrency: Vec<Concurrency>,
+    /// Target for the time between output tokens (`admission.inter_token`), which `--concurrency
+    /// adaptive` keeps [default: limit by memory alone]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    inter_token: Option<Duration>,
     /// Time after which clients leave if their response is not complete: 3s, or 2s..10s. Waits are
     /// then bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
@@ -376,6 +380,9 @@ impl SimulateArgs {
                     Some(_) => Batching::Static,
                     None => Batching::Continuous,
                 },
+                inter_token_us: self.inter_token.map_or(0, |target| {
+                    u32::try_from(target.as_micros()).unwrap_or(u32::MAX)
+                }),
                 ..self.waits()
             },
             codel_target: match self.patience {
@@ -514,6 +521,7 @@ impl SimulateArgs {
                 input: demand.input_tokens.unwrap_or(shape.input),
                 output: demand.output_tokens.unwrap_or(shape.output),
             },
+            warm: Vec::new(),
         };
         self.dress(&mut workload);
         workload

@@ -126,6 +126,14 @@ impl SimEngine {
         }
     }
 
+    /// Puts the prompt's blocks into the cache of this engine, which must be idle.
+    pub fn hold(&mut self, prompt: &SimPrompt) {
+        self.submit_fetched(usize::MAX, prompt, 1);
+        while self.begin_step().is_some() {
+            self.finish_step();
+        }
+    }
+
     /// Drops a request, if it is in flight.
     pub fn abort(&mut self, request: usize) {
         match &mut self.model {

@@ -6,6 +6,11 @@ use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel};
 use super::recorded::RecordedDemand;
 use crate::engine::model::EngineShape;
 
+/// Prompt tokens computed per second, unless set or recorded.
+const PREFILL_RATE: u32 = 10_000;
+/// Fixed time of a decode step, unless set or recorded.
+const DECODE: Duration = Duration::from_millis(20);
+
 /// Properties of the engines.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Engines")]
@@ -20,12 +25,13 @@ pub(super) struct SimEngineArgs {
     /// Maximum number of tokens computed per step
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_num_batched_tokens: u32,
-    /// Prompt tokens computed per second
-    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
-    prefill_rate: u32,
-    /// Fixed time of a decode step, to which each request that decodes adds 1/64
-    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
-    decode: Duration,
+    /// Prompt tokens computed per second [default: 10000, or as fitted to the recording]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    prefill_rate: Option<u32>,
+    /// Fixed time of a decode step, to which each request that decodes adds 1/64 [default: 20ms, or
+    /// as fitted to the recording]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    decode: Option<Duration>,
     /// Static batches of this many requests, which end together [default: continuous batching]
     #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(super) static_batch: Option<u32>,
@@ -38,6 +44,7 @@ impl SimEngineArgs {
         // One block is vLLM's null block.
         let capacity = recorded.and_then(|it| it.capacity_blocks);
         let capacity = capacity.map_or(8192, |blocks| blocks.saturating_add(1));
+        let speed = recorded.map(|it| it.figures.speed).unwrap_or_default();
         match self.static_batch {
             Some(batch_max) => EngineModel::Static(BatchTimes {
                 batch_max,
@@ -48,8 +55,11 @@ impl SimEngineArgs {
                 block_size: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
                 max_num_seqs: self.max_num_seqs,
                 max_num_batched_tokens: self.max_num_batched_tokens,
-                prefill_tokens_per_s: self.prefill_rate,
-                decode: self.decode,
+                prefill_tokens_per_s: self
+                    .prefill_rate
+                    .or(speed.prefill_rate)
+                    .unwrap_or(PREFILL_RATE),
+                decode: self.decode.or_else(|| speed.decode()).unwrap_or(DECODE),
             }),
         }
     }

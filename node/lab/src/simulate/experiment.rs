@@ -74,6 +74,7 @@ fn backlogged(weights: &[u32]) -> SimWorkload {
         name: String::new(),
         arrivals: Vec::new(),
         shape: LengthRange::default(),
+        warm: Vec::new(),
     }
 }
 
@@ -305,6 +306,7 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
             input: (32, 64),
             output: OUTPUT,
         },
+        warm: Vec::new(),
     });
     let case = |bins: u16, oracle: bool| {
         let known = if oracle { "known" } else { "predicted" };

@@ -32,6 +32,7 @@ pub mod policies;
 pub mod print;
 pub mod recorded;
 mod recorded_args;
+mod recorded_speed;
 pub mod replica;
 pub mod report;
 pub mod service;

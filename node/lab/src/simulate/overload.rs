@@ -130,6 +130,7 @@ fn always_waiting() -> SimWorkload {
         name: String::new(),
         arrivals: Vec::new(),
         shape: LENGTHS,
+        warm: Vec::new(),
     }
 }
 

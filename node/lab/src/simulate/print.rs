@@ -51,9 +51,11 @@ fn recorded(figures: &RecordedFigures) -> String {
         0 => String::new(),
         more => format!("; {more} for other models are left out"),
     };
+    let rate = figures.speed.prefill_rate.map(f64::from);
     format!(
         "recorded: {} requests for {} by {}, {} ok, hit {} %, TTFT mean {:.0} p50 {:.0} p99 {:.0} \
-         ms, waited p99 {:.0} ms, busiest {:.2}{left_out}",
+         ms, waited p99 {:.0} ms, busiest {:.2}{left_out}\n          \
+         engines: prefill {} tokens/s, decode step {} ms",
         figures.requests,
         escaped(&figures.model),
         escaped(&policies.join(", ")),
@@ -64,6 +66,8 @@ fn recorded(figures: &RecordedFigures) -> String {
         figures.ttft_ms.p99,
         figures.waited_ms.p99,
         figures.busiest_share,
+        optional(rate, 0),
+        optional(figures.speed.decode_ms, 1),
     )
 }
 

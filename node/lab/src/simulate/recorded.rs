@@ -4,16 +4,20 @@
 //! equal, block for block. Text after the last block is always new. Outputs are not recorded: the
 //! next turn of a chat does not contain the simulated engine's output, so it cannot hit those
 //! blocks.
+//!
+//! Engines start with the blocks that the recorded ones reported as cached although nobody had sent
+//! them since the recording began.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use api::files::recording::{RecordedRequest, Recording};
+use api::files::recording::{BlockId, RecordedRequest, Recording};
 use serde::Serialize;
 
 use super::argument_error::SimulateArgsError;
+use super::recorded_speed::RecordedSpeed;
 use super::times::summary;
-use super::workload::{SimArrival, SimPrompt, SimUser, SimWorkload};
+use super::workload::{SimArrival, SimPrompt, SimUser, SimWorkload, WarmPrefix};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::report::LatencySummary;
 use crate::replay::text::passage;
@@ -65,6 +69,8 @@ pub struct RecordedFigures {
     pub busiest_share: f64,
     /// Number of requests by backend.
     pub by_backend: BTreeMap<String, usize>,
+    /// Speed of the backends, which simulated engines get unless flags set it.
+    pub speed: RecordedSpeed,
 }
 
 impl RecordedDemand {
@@ -81,7 +87,7 @@ impl RecordedDemand {
         let serves = |models: &[String]| models.iter().any(|it| *it == model || it == "*");
         let fleet = recording.head.backends.iter();
         let fleet: Vec<_> = fleet.filter(|it| serves(&it.models)).collect();
-        let figures = RecordedFigures::of(recording, &model, &requests);
+        let figures = RecordedFigures::of(recording, &model, &requests, fleet.len());
         let backends = match fleet.len() {
             0 => figures.by_backend.len().max(1),
             registered => registered,
@@ -90,7 +96,10 @@ impl RecordedDemand {
         let capacities: Option<Vec<u32>> = capacities.collect();
         let limits: BTreeSet<Option<u32>> = fleet.iter().map(|it| it.limit).collect();
         Ok(Self {
-            workload: workload(&requests, block_tokens, &recording.head.replicas),
+            workload: SimWorkload {
+                warm: warm(&requests, block_tokens),
+                ..workload(&requests, block_tokens, &recording.head.replicas)
+            },
             block_tokens,
             backends: u16::try_from(backends).unwrap_or(u16::MAX).min(512),
             replicas: u8::try_from(recording.head.replicas.len().clamp(1, 64)).unwrap_or(1),
@@ -161,14 +170,46 @@ fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -
     workload
 }
 
+/// Returns what the engines had cached before the recording: blocks that an engine reported as cached
+/// for the first request that brought them there.
+fn warm(requests: &[&RecordedRequest], block_tokens: u32) -> Vec<WarmPrefix> {
+    let mut engines: BTreeMap<&str, HashSet<BlockId>> = BTreeMap::new();
+    for backend in requests.iter().filter_map(|it| it.last()) {
+        engines.entry(&backend.backend).or_default();
+    }
+    let numbers: BTreeMap<&str, usize> = engines.keys().copied().zip(0..).collect();
+    let mut warm = Vec::new();
+    for request in requests {
+        let (Some(last), Some(report)) = (request.last(), request.report()) else {
+            continue;
+        };
+        let sent = engines.entry(&last.backend).or_default();
+        let blocks = report.cached_tokens.unwrap_or(0) / u64::from(block_tokens.max(1));
+        let blocks = usize::try_from(blocks).unwrap_or(usize::MAX);
+        let cached = &request.blocks[..blocks.min(request.blocks.len())];
+        if cached.last().is_some_and(|deepest| !sent.contains(deepest)) {
+            let text = text_of(cached, block_tokens);
+            warm.push(WarmPrefix {
+                engine: numbers[&*last.backend],
+                prompt: Arc::new(SimPrompt::cut(text.as_bytes(), block_tokens)),
+            });
+        }
+        sent.extend(&request.blocks);
+    }
+    warm
+}
+
+/// Returns substitute text of these blocks.
+fn text_of(blocks: &[BlockId], block_tokens: u32) -> String {
+    let bytes = block_tokens as usize * TOKEN_BYTES;
+    let blocks = blocks.iter();
+    blocks.map(|block| passage(TEXTS, block.0, bytes)).collect()
+}
+
 /// Returns the prompt of the request with the number `number`, with substitute text.
 fn prompt(request: &RecordedRequest, block_tokens: u32, number: u64) -> SimPrompt {
-    let block_bytes = block_tokens as usize * TOKEN_BYTES;
     let tokens = prompt_tokens(request, block_tokens) as usize;
-    let mut text = String::with_capacity(tokens * TOKEN_BYTES);
-    for block in &request.blocks {
-        text.push_str(&passage(TEXTS, block.0, block_bytes));
-    }
+    let mut text = text_of(&request.blocks, block_tokens);
     let left = tokens * TOKEN_BYTES - text.len();
     text.push_str(&passage(!TEXTS, number, left));
     SimPrompt::cut(text.as_bytes(), block_tokens)
@@ -204,7 +245,12 @@ fn usual_output(requests: &[&RecordedRequest]) -> u32 {
 }
 
 impl RecordedFigures {
-    fn of(recording: &Recording, model: &str, requests: &[&RecordedRequest]) -> Self {
+    fn of(
+        recording: &Recording,
+        model: &str,
+        requests: &[&RecordedRequest],
+        registered: usize,
+    ) -> Self {
         let (mut prompts, mut cached, mut ok) = (0, 0, 0);
         let (mut ttft, mut waited) = (Vec::new(), Vec::new());
         let mut by_backend: BTreeMap<String, usize> = BTreeMap::new();
@@ -226,6 +272,10 @@ impl RecordedFigures {
                 cached += found;
             }
         }
+        let backends = match registered {
+            0 => by_backend.len(),
+            registered => registered,
+        };
         let busiest = by_backend.values().max().copied().unwrap_or_default();
         let all: usize = by_backend.values().sum();
         Self {
@@ -238,6 +288,7 @@ impl RecordedFigures {
             ttft_ms: summary(&mut ttft),
             waited_ms: summary(&mut waited),
             busiest_share: (busiest * by_backend.len()) as f64 / all.max(1) as f64,
+            speed: RecordedSpeed::of(requests, backends),
             by_backend,
         }
     }
@@ -314,6 +365,24 @@ mod tests {
         assert_eq!((figures.requests, figures.left_out, figures.ok), (3, 1, 3));
         assert_eq!(figures.hit_rate, Some(30.0 / 105.0));
         assert!((figures.ttft_ms.mean - 3.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn engines_start_with_what_was_cached_before_the_recording() {
+        let mut recorded = recording(&[("m", &[1, 2, 3]), ("m", &[1, 2, 3]), ("m", &[4])]);
+        for (request, cached) in recorded.requests.iter_mut().zip([33, 48, 0]) {
+            let report = request.attempts[0].report.as_mut().unwrap();
+            report.cached_tokens = Some(cached);
+        }
+        let demand = RecordedDemand::of(&recorded, None).unwrap();
+        let warm = &demand.workload.warm;
+        let first = &demand.workload.arrivals[0].prompt.identity.chain;
+        assert_eq!(
+            warm.len(),
+            1,
+            "the second request found what the first one brought"
+        );
+        assert_eq!(warm[0].prompt.identity.chain[..], first[..2]);
     }
 
     #[test]

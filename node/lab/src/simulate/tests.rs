@@ -11,7 +11,7 @@ use super::experiment::share_after_pause;
 use super::plan::{ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan};
 use super::policies::SimPolicy;
 use super::report::RunReport;
-use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
+use super::workload::{LengthRange, Mix, SimUser, SimWorkload, WarmPrefix};
 
 const SECOND: u64 = 1_000_000;
 
@@ -64,6 +64,18 @@ fn output_is_determined_by_the_seed() {
     let other = json(&run(&small(), &mix().generate(2)));
     assert_eq!(once, again);
     assert_ne!(once, other);
+}
+
+#[test]
+fn a_warm_prefix_is_found_where_it_is() {
+    let mut workload = mix().generate(1);
+    workload.arrivals.truncate(1);
+    let prompt = Arc::clone(&workload.arrivals[0].prompt);
+    assert_eq!(run(&small(), &workload).hit_rate, 0.0);
+    workload.warm.push(WarmPrefix { engine: 2, prompt });
+    let warm = run(&small(), &workload);
+    assert!(warm.hit_rate > 0.9, "{}", warm.hit_rate);
+    assert_eq!(warm.by_backend[2], 1);
 }
 
 #[test]
@@ -196,6 +208,7 @@ fn backlogged(pinned: bool) -> SimWorkload {
             input: (32, 64),
             output: (16, 48),
         },
+        warm: Vec::new(),
     };
     if pinned {
         workload.pin(3);

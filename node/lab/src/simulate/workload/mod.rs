@@ -40,6 +40,8 @@ pub struct SimWorkload {
     pub arrivals: Vec<SimArrival>,
     /// Ranges of lengths for the requests of users with a backlog.
     pub shape: LengthRange,
+    /// What the engines have cached at the start.
+    pub warm: Vec<WarmPrefix>,
 }
 
 /// A user of the workload.
@@ -71,6 +73,15 @@ pub struct SimArrival {
     pub output_tokens: u32,
     /// Replica that receives the request, from 0, unless its user is pinned; `None` for any.
     pub replica: Option<u8>,
+}
+
+/// Blocks that an engine has cached at the start of the run.
+#[derive(Debug, Clone)]
+pub struct WarmPrefix {
+    /// Number of the engine, from 0. Numbers beyond the last engine begin again.
+    pub engine: usize,
+    /// A prompt that ends with the last of the blocks.
+    pub prompt: Arc<SimPrompt>,
 }
 
 /// A prompt in the forms that router and engine use.

@@ -7,6 +7,7 @@ mod clients;
 mod gossip;
 mod restart;
 mod serve;
+mod warm;
 
 use std::sync::Arc;
 
@@ -210,7 +211,8 @@ impl<'a> SimWorld<'a> {
     /// If the plan has a restart and more than one cell.
     #[must_use]
     pub fn new(plan: &'a SimPlan, workload: &'a SimWorkload) -> Self {
-        let setup = setup(commands(plan, workload));
+        let mut setup = setup(commands(plan, workload));
+        setup.extend(warm::entries(&setup, &workload.warm));
         let run = replica::RunSettings {
             clock: SimClock::new(),
             flush: plan.flush,
@@ -226,7 +228,9 @@ impl<'a> SimWorld<'a> {
         let weights = workload.users.iter().map(|user| user.weight_milli);
         let service = ServiceAccounts::new(plan.prices, weights);
         let places: Vec<ReplicaPlace> = (1..=plan.replicas).map(place).collect();
-        let engines = usize::from(plan.backends);
+        let engines = (0..plan.backends).map(|_| SimEngine::new(&plan.engine));
+        let mut engines: Vec<SimEngine> = engines.collect();
+        warm::fill(&mut engines, &workload.warm);
         let names = || workload.users.iter().map(|user| user.name.as_str());
         let sender = |(number, name): (usize, &str)| SimSender::new(name, number);
         Self {
@@ -234,8 +238,8 @@ impl<'a> SimWorld<'a> {
             senders: names().enumerate().map(sender).collect(),
             now: 0,
             events: EventQueue::default(),
-            engines: (0..engines).map(|_| SimEngine::new(&plan.engine)).collect(),
-            probed: vec![ProbedFigures::default(); engines],
+            probed: vec![ProbedFigures::default(); engines.len()],
+            engines,
             requests: Vec::new(),
             next_arrival: 0,
             open_by_user: vec![0; workload.users.len()],
@@ -250,7 +254,7 @@ impl<'a> SimWorld<'a> {
             epochs: vec![0; places.len()],
             places,
             run,
-            tally: SimTally::new(plan.horizon, service, engines),
+            tally: SimTally::new(plan.horizon, service, usize::from(plan.backends)),
             plan,
             workload,
         }
