@@ -44,7 +44,7 @@ use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
 use super::{events, options, ranks, scaling};
-use crate::config::{Config, DrainConfig};
+use crate::config::{Config, DrainConfig, foreign_variables};
 use crate::process;
 
 /// A replica that serves. Call [`RunningReplica::until`] before dropping it; otherwise its tasks
@@ -131,8 +131,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
     let metrics = metrics(&core, &tls, (&config, &reload));
     let discovery = discover(&core, &config, &metrics, &tls);
-    options::tell_of_names(&config);
-    tell_if_insecure(&config);
+    warn_of(&config);
     let keys = key_rules(&core, &config);
     let readiness = readiness(&core, &config, (lifecycle.clone(), keys));
     let requests = Arc::new(ProxyMetrics::default());
@@ -199,7 +198,16 @@ fn serve_operators(
     core.spawn_task(admin::serve(listener, admin, tls.admin.clone(), stopping));
 }
 
-fn tell_if_insecure(config: &Config) {
+/// Logs warnings about the config and the environment.
+fn warn_of(config: &Config) {
+    options::tell_of_names(config);
+    for (variable, instead) in foreign_variables() {
+        tracing::warn!(
+            variable,
+            instead,
+            "a variable of another router is not read"
+        );
+    }
     if config.insecure {
         tracing::warn!(
             "insecure: others may reach listeners that are not protected; remove `insecure` when \

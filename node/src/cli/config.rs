@@ -10,7 +10,7 @@ use super::config_diff;
 use super::config_reload;
 use super::read::print_json;
 use super::source::ConfigSource;
-use crate::config::{ConfigErrors, print, print_basic, schema};
+use crate::config::{ConfigErrors, foreign_variables, print, print_basic, schema};
 
 /// Operations on a config.
 #[derive(Debug, Subcommand)]
@@ -53,6 +53,9 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         } => {
             let loaded = source.load()?;
             terminal::print(format_args!("{}: ok", loaded.file))?;
+            for (name, ours) in foreign_variables() {
+                eprintln!("warning: {name} is not read; here it is {ours}");
+            }
         }
         ConfigCommand::Check { source, json: true } => return check(source),
         ConfigCommand::Print {

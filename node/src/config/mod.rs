@@ -14,6 +14,7 @@ mod discovery;
 mod engines;
 mod error;
 mod file;
+mod foreign_names;
 mod form;
 mod founding;
 #[cfg(feature = "fuzzing")]
@@ -204,6 +205,16 @@ fn read_file(path: &Path) -> Result<String, ConfigError> {
         expected: "a config file in TOML".to_owned(),
         place: Place::Nowhere,
     })
+}
+
+/// Returns the environment variables of this process that another router reads, each with what takes
+/// its place here.
+#[must_use]
+pub fn foreign_variables() -> Vec<(String, &'static str)> {
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    names
+        .filter_map(|name| foreign_names::variable(&name).map(|ours| (name, ours)))
+        .collect()
 }
 
 /// A checked config together with the values it was made from.

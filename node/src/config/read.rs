@@ -11,6 +11,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::error::{ConfigError, Place, line_and_column};
+use super::foreign_names;
 use super::schema::{self, SCHEMA, expected, fit, join};
 
 /// Lists of tables, which variables cannot set, each with the way to set it.
@@ -182,6 +183,12 @@ impl Settings {
             let key = join(path, name.get_ref());
             let Some(schema) = schema["properties"].get(&**name.get_ref()) else {
                 self.unknown(path, schema, name);
+                if let (Some(path), DeValue::Table(below)) =
+                    (foreign_names::table(&key), value.get_ref())
+                    && let Some(schema) = schema["properties"].get(last(path))
+                {
+                    self.table(path, schema, below);
+                }
                 continue;
             };
             self.places.insert(key.clone(), Place::File(value.span()));
@@ -200,9 +207,10 @@ impl Settings {
             .collect();
         siblings.sort();
         let all = siblings.join(", ");
-        let expected = match nearest(name, siblings) {
-            Some(near) => format!("{near}, or another of {all}"),
-            None => format!("one of {all}"),
+        let expected = match (foreign_names::key(&key), nearest(name, siblings)) {
+            (Some(ours), _) => ours.to_owned(),
+            (None, Some(near)) => format!("{near}, or another of {all}"),
+            (None, None) => format!("one of {all}"),
         };
         self.error(format!("unknown key {key}"), expected, place);
     }
@@ -286,7 +294,12 @@ impl Settings {
         let fitting = json_of(value.get_ref()).and_then(|value| fit(schema, &value));
         if fitting.is_none() {
             let (shown, place) = (shown(value.get_ref()), Place::File(value.span()));
-            self.misfit(path, &shown, schema, place);
+            match foreign_policy(path, value.get_ref()) {
+                Some(ours) => {
+                    self.reject(path, format!("{path} is {shown}"), ours.to_owned(), place);
+                }
+                None => self.misfit(path, &shown, schema, place),
+            }
         }
         fitting
     }
@@ -439,6 +452,19 @@ fn backend_id(url: &str) -> String {
 fn variable(path: &str) -> String {
     let name = path.replace('.', "__").replace('-', "_");
     format!("QUORATE_{}", name.to_uppercase())
+}
+
+/// Returns what to set instead of a policy of another router; `None` if `path` is no policy.
+fn foreign_policy(path: &str, value: &DeValue<'_>) -> Option<&'static str> {
+    match value {
+        DeValue::String(name) if last(path) == "policy" => foreign_names::policy(name),
+        _ => None,
+    }
+}
+
+/// Returns the last part of a path.
+fn last(path: &str) -> &str {
+    path.rsplit('.').next().unwrap_or(path)
 }
 
 fn json_of(value: &DeValue<'_>) -> Option<Value> {

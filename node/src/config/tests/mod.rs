@@ -272,6 +272,38 @@ kv_events = "http://a:5557"
 }
 
 #[test]
+fn names_of_other_routers_are_refused_with_ours() {
+    let file = r#"
+[node]
+id = 1
+[routing]
+policy = "vtc-fair"
+[routing.vllm_cache_aware]
+block_size = 16
+max_blocks_per_backend = 100000
+eviction_interval_secs = 60
+cache_threshold = 0.3
+load_factor = 1.25
+[[models]]
+name = "m"
+policy = "vllm_cache_aware"
+"#;
+    faults(
+        file,
+        expect![[r#"
+        5:10: routing.policy is "vtc-fair" (expected admission.order = "vtc", which is fair with any policy; "vtc-basic" is the policy)
+        6:10: unknown key routing.vllm_cache_aware (expected [routing.vllm-cache-aware])
+        7:1: unknown key routing.vllm-cache-aware.block_size (expected nothing: engines tell it; [[models]] block_size overrides it)
+        8:1: unknown key routing.vllm-cache-aware.max_blocks_per_backend (expected routing.assumed_blocks, for engines that do not tell their capacity)
+        9:1: unknown key routing.vllm-cache-aware.eviction_interval_secs (expected nothing: blocks are forgotten when there are more than the engine holds)
+        10:1: unknown key routing.vllm-cache-aware.cache_threshold (expected cache_threshold_permille, 300 for 0.3)
+        11:1: unknown key routing.vllm-cache-aware.load_factor (expected load_factor_milli, 1250 for 1.25)
+        14:10: models[0].policy is "vllm_cache_aware" (expected "vllm-cache-aware")
+    "#]],
+    );
+}
+
+#[test]
 fn admission_is_set_by_the_names_of_the_reference() {
     let config = config(
         r#"
