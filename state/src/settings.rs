@@ -48,6 +48,10 @@ pub struct AdmissionSettings {
     /// `continuous`: bins only order the queue. `static`: a batch of one bin goes to one backend
     /// together, for engines whose batches end together.
     pub batching: Batching,
+    /// Maximum number of requests in a static batch of each bin, from the bin of the shortest
+    /// responses on (`BIN_B_MAX` of Algorithm 1). Bins without a number: the backend's limit.
+    #[schemars(length(max = 64), inner(range(min = 1)))]
+    pub bin_batch_max: Vec<u32>,
     /// Target for the time between output tokens that `adaptive` keeps (`D_SLA`). 0: limit by
     /// memory alone.
     #[serde(rename = "inter_token", with = "As::<MicrosOrZero>")]
@@ -66,6 +70,7 @@ impl Default for AdmissionSettings {
             bin_selection: BinSelection::RoundRobin,
             bin_max_age_ms: 5_000,
             batching: Batching::Continuous,
+            bin_batch_max: Vec::new(),
             inter_token_us: 0,
         }
     }
@@ -122,7 +127,13 @@ impl AdmissionSettings {
         }
         at_least("max_queue", self.max_queue, 1)?;
         at_least("max_wait", self.max_wait_ms, 1)?;
-        ensure((1..=64).contains(&self.bins), "bins", "1 to 64")
+        ensure((1..=64).contains(&self.bins), "bins", "1 to 64")?;
+        let is_sound = self.bin_batch_max.len() <= 64 && !self.bin_batch_max.contains(&0);
+        ensure(
+            is_sound,
+            "bin_batch_max",
+            "at most 64 numbers of at least 1",
+        )
     }
 
     /// Whether the settings use output lengths, so that replicas must report them through the log.

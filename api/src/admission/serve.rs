@@ -80,7 +80,7 @@ impl ServiceRate {
 
 /// Inputs of one scan of the queues.
 pub(super) struct QueueScan {
-    settings: AdmissionSettings,
+    pub(super) settings: AdmissionSettings,
     rules: QueueSettings,
     pub(super) pricing: Pricing,
     pub(super) now: Instant,

@@ -28,6 +28,9 @@ impl Admission {
         let mut room = self
             .decider
             .batch_room(slot, tokens(first), tokens_per_block);
+        let bin_max = look.settings.bin_batch_max.get(usize::from(first.bin));
+        let others_max = bin_max.map_or(u32::MAX, |most| most.saturating_sub(1));
+        room.requests = room.requests.min(others_max);
         let others = self.decider.slots_but(slot);
         let counters = self.counters(look.pricing);
         loop {

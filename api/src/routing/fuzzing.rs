@@ -11,7 +11,12 @@ pub(crate) fn session(headers: &HeaderMap) {
         let names = SessionNames {
             header: "x-quorate-session",
             cookie,
+            client_address: true,
         };
-        session::hash(names, headers);
+        let parts = session::SessionParts {
+            headers: Some(headers),
+            client: None,
+        };
+        session::hash(names, parts);
     }
 }

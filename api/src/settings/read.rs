@@ -99,6 +99,7 @@ mod tests {
             bin_selection: BinSelection::LongestQueue,
             bin_max_age_ms: 1500,
             batching: Batching::Static,
+            bin_batch_max: vec![64, 8],
             inter_token_us: 25_500,
         };
         // What `state` takes and a config file would not say.

@@ -440,6 +440,30 @@ async fn a_batch_is_sent_to_one_backend() {
     all_answered(clients, 200).await;
 }
 
+#[tokio::test]
+async fn a_batch_has_no_more_requests_than_its_bin_allows() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let settings = AdmissionSettings {
+        concurrency: Concurrency::Fixed(4),
+        batching: Batching::Static,
+        bin_batch_max: vec![2],
+        ..AdmissionSettings::default()
+    };
+    let fleet = fleet(&[&engine], settings).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let mut clients = Vec::new();
+    for _ in 0..3 {
+        clients.push(wait(&fleet, &chat_of("b", "")).await);
+    }
+    gate.add_permits(1);
+    all_answered(vec![first], 200).await;
+    eventually("two run together", || fleet.running() == 2).await;
+    assert_eq!(waiting(&fleet), 1, "the batch is full");
+    gate.add_permits(3);
+    all_answered(clients, 200).await;
+}
+
 /// Runs 24 clients on two backends with one place each. A quarter of the requests are abandoned as
 /// soon as they are sent.
 #[tokio::test]

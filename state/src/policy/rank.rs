@@ -120,6 +120,8 @@ pub struct SessionNames<'a> {
     pub header: &'a str,
     /// Cookie with the name, used if the header is missing. `None` if cookies are ignored.
     pub cookie: Option<&'a str>,
+    /// Whether the client's address names the session if neither does.
+    pub client_address: bool,
 }
 
 /// When a match refreshes a block's age.

@@ -19,6 +19,9 @@ pub struct SessionSettings {
     pub header: String,
     /// Cookie that names the session when the header is missing. Default: cookies are ignored.
     pub cookie: Option<String>,
+    /// Whether the client's address names the session of a request that names none: the last address
+    /// in `x-forwarded-for` if a trusted proxy sent the request.
+    pub client_address: bool,
 }
 
 impl Default for SessionSettings {
@@ -26,6 +29,7 @@ impl Default for SessionSettings {
         Self {
             header: "x-quorate-session".to_owned(),
             cookie: None,
+            client_address: false,
         }
     }
 }
@@ -49,6 +53,7 @@ impl Policy for SessionSettings {
             session: Some(SessionNames {
                 header: &self.header,
                 cookie: self.cookie.as_deref(),
+                client_address: self.client_address,
             }),
             affinity: Affinity::Pinned,
             ..PolicyInputs::default()

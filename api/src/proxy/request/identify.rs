@@ -7,7 +7,7 @@ use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use state::prefix::BlockHasher;
 
-use super::headers::{API_KEY, AZURE_KEY};
+use super::headers::{API_KEY, AZURE_KEY, FORWARDED_FOR};
 use crate::error::ProxyError;
 use crate::prompt::ParsedBody;
 use crate::proxy::settings::keys::{Holder, key_user_name};
@@ -208,6 +208,21 @@ fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
             address.is_some_and(|address| trusted.any(|prefix| prefix.contains(address)))
         }
         RequestOrigin::TrustedProxy | RequestOrigin::User(_) => true,
+    }
+}
+
+/// Returns the client's address, or `x-forwarded-for` if a trusted proxy sent the request; `None` if
+/// the address is not known.
+pub(in crate::proxy) fn client_address(
+    settings: &ProxySettings,
+    origin: RequestOrigin<'_>,
+    headers: &HeaderMap,
+) -> Option<HeaderValue> {
+    let forwarded = headers.get_all(FORWARDED_FOR).iter().next_back();
+    match (forwarded, origin) {
+        (Some(list), _) if is_trusted(settings, origin) => Some(list.clone()),
+        (_, RequestOrigin::Address(peer)) => Some(peer.clone()),
+        (_, RequestOrigin::TrustedProxy | RequestOrigin::User(_)) => None,
     }
 }
 

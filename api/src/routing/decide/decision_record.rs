@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use http::HeaderMap;
 use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::{BackendRef, LogIndex};
@@ -22,7 +21,7 @@ use state::policy::{
 };
 
 use super::routing_table::{DecisionScratch, PolicySource, RoutingTable};
-use super::session;
+use super::session::{self, SessionParts};
 use crate::routing::verdict::{FilterCounts, FilterVerdict};
 use crate::routing::{AttemptEnd, Usage};
 
@@ -149,18 +148,19 @@ pub struct ExplainedRequest {
 }
 
 impl ExplainedRequest {
-    /// Returns the inputs from `request` that a policy with `needs` uses. `headers` give the source
-    /// of the session's name, which is `None` without them.
+    /// Returns the inputs from `request` that a policy with `needs` uses. `parts` give the source
+    /// of the session's name.
     pub(in crate::routing) fn of(
         request: &PolicyRequest,
         needs: &PolicyInputs<'_>,
-        headers: Option<&HeaderMap>,
+        parts: SessionParts<'_>,
     ) -> Self {
-        let named = needs.session.zip(headers);
         Self {
             prefix_key: needs.prefix_blocks.map(|_| request.prefix_key),
             session: request.session,
-            session_source: named.and_then(|(names, headers)| session::source(names, headers)),
+            session_source: needs
+                .session
+                .and_then(|names| session::source(names, parts)),
             turn: needs.turn.then_some(request.turn),
             user_tokens: needs.user_tokens.then_some(request.user),
         }
@@ -447,7 +447,7 @@ impl DecisionRecord {
             tokens: request.tokens,
             tokens_per_block: request.tokens_per_block,
             blocks_matchable: request.blocks,
-            request: ExplainedRequest::of(request, &needs, None),
+            request: ExplainedRequest::of(request, &needs, SessionParts::default()),
             is_panic: self.is_panic,
             candidates: self.candidates,
             filtered: filtered.map(|((_, name), count)| (*name, *count)).collect(),

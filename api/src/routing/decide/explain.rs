@@ -213,7 +213,7 @@ impl Decider {
             outbox,
             policy: (**config).clone(),
             policy_source,
-            request: ExplainedRequest::of(&request, &needs, ask.headers),
+            request: ExplainedRequest::of(&request, &needs, ask.session_parts()),
             is_panic: scratch.is_panic,
             backends,
             choice: choice.map(|choice| fleet.name(scratch.registry_index(choice)).to_string()),

@@ -410,8 +410,7 @@ impl Decider {
                 .map_or(0, |blocks| prefix_key(ask, blocks)),
             session: needs
                 .session
-                .zip(ask.headers)
-                .and_then(|(names, headers)| session::hash(names, headers)),
+                .and_then(|names| session::hash(names, ask.session_parts())),
             turn,
             user: if needs.user_tokens {
                 let key = ask.user.key(fleet.registry.hash_seed);

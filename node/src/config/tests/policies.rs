@@ -85,6 +85,7 @@ cookie = "sid"
         PolicyConfig::Session(state::policy::SessionSettings {
             header: "x-chat".to_owned(),
             cookie: Some("sid".to_owned()),
+            client_address: false,
         })
     );
 }

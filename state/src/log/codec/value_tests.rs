@@ -31,7 +31,7 @@ fn policies_encode_to_golden_bytes() {
         vllm-cache-aware 04fb2c01fbe2040000
         epp 0503020240
         chwbl 0601fb0001fbe204
-        session 0711782d71756f726174652d73657373696f6e00
+        session 0711782d71756f726174652d73657373696f6e0000
         power-of-two 08
         round-robin 09
         random 0a
