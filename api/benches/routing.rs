@@ -15,8 +15,8 @@ use api::base::clock::Clock;
 use api::engines::backends::{Backends, Health, ProbeSettings};
 use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
 use api::routing::{
-    AttemptEnd, DispatchTerms, OutboxSettings, RequestStages, Router, RouterParts, RoutingRequest,
-    SelectSettings, Usage, UserName,
+    AttemptEnd, DispatchTerms, OutboxSettings, PermitCell, RequestStages, Router, RouterParts,
+    RoutingRequest, SelectSettings, Usage, UserName,
 };
 use api::users::api_keys::{NewSecret, secret_hash};
 use bytes::Bytes;
@@ -225,6 +225,7 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         labels: &[],
         excluded: &[],
         waiting_here: 0,
+        client: None,
         endpoints: None,
         stages: RequestStages::Monolithic,
         room: Default::default(),
@@ -289,7 +290,7 @@ fn book(c: &mut Criterion) {
 }
 
 /// A request as admission sees it.
-struct Request(PromptIdentity);
+struct Request(PromptIdentity, PermitCell);
 
 impl AdmissionRequest for Request {
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
@@ -297,6 +298,10 @@ impl AdmissionRequest for Request {
             excluded,
             ..ask(&self.0)
         }
+    }
+
+    fn permit(&self) -> &PermitCell {
+        &self.1
     }
 
     fn priority(&self) -> i16 {
@@ -315,7 +320,7 @@ impl AdmissionRequest for Request {
 /// Cost of admission while nothing waits: `admit` compared with its parts.
 fn admit(c: &mut Criterion) {
     let mut fleet = Fleet::new(8);
-    let request = Arc::new(Request(fleet.prompt(8).1));
+    let request = Arc::new(Request(fleet.prompt(8).1, PermitCell::new()));
     c.bench_function("decide, dispatch, end/8 blocks", |b| {
         b.iter(|| {
             let asked = ask(&request.0);

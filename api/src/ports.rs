@@ -70,11 +70,33 @@ pub trait Cluster: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Asks a peer something about its past decisions, see
-    /// [`DecisionLog::answer`](crate::proxy::DecisionLog::answer). An error describes why there is no
-    /// answer.
-    fn ask(&self, _peer: ReplicaId, _question: Bytes) -> BoxFuture<'_, Result<Bytes, String>> {
+    /// Asks a peer something outside the log. An error describes why there is no answer.
+    fn ask(
+        &self,
+        _peer: ReplicaId,
+        _topic: QuestionTopic,
+        _question: Bytes,
+    ) -> BoxFuture<'_, Result<Bytes, String>> {
         Box::pin(std::future::ready(Err("no peers".to_owned())))
+    }
+}
+
+/// Subject of a question to a peer, and its first byte on the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QuestionTopic {
+    /// Past decisions, see [`DecisionLog::answer`](crate::proxy::DecisionLog::answer).
+    Decisions = 1,
+    /// Permits of users, see [`Permits::answer`](crate::routing::Permits::answer).
+    Permits = 2,
+}
+
+impl QuestionTopic {
+    /// Returns the topic with this first byte, if there is one.
+    #[must_use]
+    pub fn of(byte: u8) -> Option<Self> {
+        [Self::Decisions, Self::Permits]
+            .into_iter()
+            .find(|topic| *topic as u8 == byte)
     }
 }
 

@@ -38,6 +38,8 @@ mod metrics;
 mod operation;
 #[path = "shared/otlp.rs"]
 mod otlp;
+#[path = "cluster/permits.rs"]
+mod permits;
 #[path = "cluster/ranks.rs"]
 mod ranks;
 #[path = "cluster/recordings.rs"]

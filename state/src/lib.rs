@@ -24,6 +24,7 @@ mod log;
 mod machine;
 pub mod outputs;
 pub mod ownership;
+pub mod permits;
 pub mod policy;
 pub mod prefix;
 mod pricing;

@@ -24,7 +24,7 @@ use api::admission::{Admission, AdmissionPreview, AdmissionRequest as _};
 use api::error::{Problem, ProxyError, rescue};
 use api::prompt::BlockUnit;
 use api::proxy::{RequestHead, RequestOrigin, RequestReader, UnsentRequest};
-use api::routing::{Decider, Explanation, Router, SharedOutbox};
+use api::routing::{Decider, Explanation, PermitCell, Router, SharedOutbox};
 
 /// A request as a client would send it.
 #[derive(Deserialize, JsonSchema)]
@@ -243,6 +243,7 @@ impl HypotheticalRequest {
             read: request,
             headers: self.headers.clone(),
             id: request_id.unwrap_or_default().to_owned(),
+            permit: PermitCell::new(),
         };
         let now = Instant::now();
         let mut explanation = by

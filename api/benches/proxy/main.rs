@@ -233,6 +233,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         labels: &[],
         excluded: &[],
         waiting_here: 0,
+        client: None,
         endpoints: None,
         stages: RequestStages::Monolithic,
         room: Default::default(),

@@ -69,6 +69,7 @@ pub struct AdmissionMetrics {
     pub(super) predicted_wait: Gauge<f64, AtomicU64>,
     pub(super) wait_max: Gauge<f64, AtomicU64>,
     pub(super) gate_closed: Counter,
+    pub(super) unconfirmed_permits: Counter,
     pub(super) slack_tokens: Gauge,
     pub(super) bound_tokens: Gauge,
     pub(super) gap_tokens: Gauge,
@@ -85,6 +86,7 @@ impl Default for AdmissionMetrics {
             predicted_wait: Gauge::default(),
             wait_max: Gauge::default(),
             gate_closed: Counter::default(),
+            unconfirmed_permits: Counter::default(),
             slack_tokens: Gauge::default(),
             bound_tokens: Gauge::default(),
             gap_tokens: Gauge::default(),
@@ -135,6 +137,12 @@ impl AdmissionMetrics {
             "quorate_admission_gate_closed",
             "Times that a backend had room but the gate held back every waiting user",
             self.gate_closed.clone(),
+        );
+        registry.register(
+            "quorate_admission_unconfirmed_permits",
+            "Requests of users with a limit on concurrent requests that were judged by the replicated \
+             counts, because the user's issuer did not answer in time",
+            self.unconfirmed_permits.clone(),
         );
         registry.register(
             "quorate_admission_slack_tokens",

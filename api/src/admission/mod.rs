@@ -53,7 +53,7 @@ use crate::base::clock::{Clock, LogTime};
 use crate::cluster::figures::LongestWait;
 use crate::routing::{
     Attempt, Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PeerPlace,
-    PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
+    Permits, PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
 use metrics::LeaveReason;
 use model_queue::{ModelQueue, users_of};
@@ -72,6 +72,7 @@ pub struct Admission {
     dispatcher: Arc<Dispatcher>,
     load: Arc<LoadTable>,
     shares: Arc<Shares>,
+    permits: Arc<Permits>,
     queues: Mutex<ModelQueues>,
     /// Whether a request waits for any model, here or at a peer. Read by the fast path.
     is_contended: AtomicBool,
@@ -143,6 +144,7 @@ impl Admission {
             dispatcher: Arc::clone(router.dispatcher()),
             load: Arc::clone(router.load()),
             shares: Arc::clone(router.shares()),
+            permits: Arc::clone(router.permits()),
             queues: Mutex::default(),
             is_contended: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
@@ -183,7 +185,7 @@ impl Admission {
     ) -> Result<Admitted, AdmissionRejection> {
         let ask = candidate.ask(excluded);
         if excluded.is_empty() {
-            self.check_quota(ask.user).map_err(|over| {
+            self.take_permit(&**candidate).await.map_err(|over| {
                 self.metrics.left(LeaveReason::OverLimit);
                 AdmissionRejection::OverLimit(over)
             })?;
@@ -222,7 +224,8 @@ impl Admission {
             tokens_max: candidate.tokens_max(),
         };
         let decision = placed.decision.clone();
-        let attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
+        let mut attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
+        attempt.holds(candidate.permit().get().cloned());
         Admitted::new(decision, attempt, decided)
     }
 

@@ -7,10 +7,10 @@
 use state::admission::PendingCharges;
 use state::budgets::BudgetPeriod;
 use state::ids::UserKey;
-use state::quotas::{LimitKind, LimitRejection, PendingUse, Quota};
+use state::quotas::{CONCURRENT_RETRY_MS, LimitKind, LimitRejection, PendingUse, Quota};
 
-use super::{Admission, LimitPreview};
-use crate::routing::UserName;
+use super::{Admission, AdmissionRequest, LimitPreview};
+use crate::routing::{PermitRejection, UserName};
 
 /// What is left of a user's rate limits and budgets. A field is `None` if there is no such limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,17 +135,59 @@ impl Admission {
         self.log_time.present_ms(self.view.now_ms());
     }
 
-    /// Checks whether `user` may have one more request.
+    /// Checks whether the user may have one more request, and takes a permit for it if the user has
+    /// a limit on concurrent requests. If the user's issuer does not answer in time, the replicated
+    /// counts decide.
+    ///
+    /// # Errors
+    /// Returns a [`LimitRejection`] for a used-up budget or a limit that the request would exceed.
+    pub(super) async fn take_permit(
+        &self,
+        candidate: &dyn AdmissionRequest,
+    ) -> Result<(), LimitRejection> {
+        let user = candidate.ask(&[]).user;
+        let user = user.key(self.view.registry().hash_seed);
+        let Some(limit) = self.view.quota(user).limits.concurrent else {
+            return self.check_limits(user, None);
+        };
+        // Nobody waits in vain for a permit.
+        self.check_limits(user, None)?;
+        let permit = match self.permits.take(user, limit).await {
+            Ok(permit) => permit,
+            Err(PermitRejection::Full) => {
+                return Err(LimitRejection {
+                    limit: LimitKind::Concurrent,
+                    retry_after_ms: CONCURRENT_RETRY_MS,
+                });
+            }
+            Err(PermitRejection::Unconfirmed) => {
+                self.metrics.unconfirmed_permits.inc();
+                self.check_limits(user, Some(limit))?;
+                self.permits.take_unconfirmed(user)
+            }
+        };
+        drop(candidate.permit().set(permit));
+        Ok(())
+    }
+
+    /// Checks whether `user` may have one more request, by the replicated counts.
     ///
     /// # Errors
     /// Returns a [`LimitRejection`] for a used-up budget or a limit that the request would exceed.
     pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
         let user = user.key(self.view.registry().hash_seed);
+        self.check_limits(user, self.view.quota(user).limits.concurrent)
+    }
+
+    /// Checks the budgets and limits of `user`, with `concurrent` as the limit on concurrent
+    /// requests.
+    fn check_limits(&self, user: UserKey, concurrent: Option<u32>) -> Result<(), LimitRejection> {
         if self.view.quota(user).is_unbounded() {
             return Ok(());
         }
-        let (quota, pending) = self.usage(user);
+        let (mut quota, pending) = self.usage(user);
         quota.check_budget(self.clock.unix_ms(), &pending)?;
+        quota.limits.concurrent = concurrent;
         let now_ms = self.log_time.present_ms(self.view.now_ms());
         quota.check(now_ms, &pending)
     }

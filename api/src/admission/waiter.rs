@@ -10,14 +10,17 @@ use tokio::time::Instant;
 
 use super::Admission;
 use crate::routing::{
-    Attempt, AttemptEnd, Decision, Dispatcher, LoadTable, PeerPlace, Room, RoutingRejection,
-    RoutingRequest, SeekGuard, UserName,
+    Attempt, AttemptEnd, Decision, Dispatcher, LoadTable, PeerPlace, PermitCell, Room,
+    RoutingRejection, RoutingRequest, SeekGuard, UserName,
 };
 
 /// A request as admission sees it, ready for a decision at any time.
 pub trait AdmissionRequest: Send + Sync + 'static {
     /// Returns the request as routing sees it, without the backends in `excluded`.
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a>;
+
+    /// Returns where the request keeps its permit.
+    fn permit(&self) -> &PermitCell;
 
     /// Returns the priority of the request. Higher priorities go first.
     fn priority(&self) -> i16;

@@ -34,6 +34,7 @@ use super::response::ratelimit;
 use super::response::response_body::{SharedResponseBody, lock};
 use super::settings::keys::Holder;
 use crate::error::{ProxyError, rescue};
+use crate::routing::PermitCell;
 use crate::traces::RequestTrace;
 
 /// Result of receiving a request.
@@ -270,6 +271,7 @@ impl Proxy {
             endpoints,
             record,
             trace,
+            permit: PermitCell::new(),
         })
     }
 

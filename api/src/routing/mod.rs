@@ -22,6 +22,7 @@ mod learnt;
 mod load;
 mod metrics;
 mod outbox;
+mod permits;
 mod shares;
 #[cfg(test)]
 mod tests;
@@ -44,6 +45,7 @@ use self::decide::load_reader::LoadReader;
 use self::decide::pairing::PairRules;
 use self::decide::panic::PanicModes;
 use self::decide::routing_table::Fleet;
+use self::decide::session::SessionParts;
 use self::dispatch::output_lengths::OutputLengths;
 use self::dispatch::priced_total::PricedTotal;
 use self::dispatch::samples::ServiceSamples;
@@ -82,6 +84,8 @@ pub use metrics::RoutingMetrics;
 pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
+pub(crate) use permits::PermitRejection;
+pub use permits::{PermitCell, Permits, UserPermit};
 pub use shares::{
     PeerPlace, PlaceRejection, PlacedRequest, ShareStatus, Shares, WaitingForPlace, WantedPlaces,
     wire as share_reports,
@@ -119,6 +123,7 @@ pub struct Router {
     outbox: Arc<SharedOutbox>,
     load: Arc<LoadTable>,
     shares: Arc<Shares>,
+    permits: Arc<Permits>,
     metrics: RoutingMetrics,
     replica: ReplicaId,
     flush_interval: Duration,
@@ -138,6 +143,8 @@ pub struct RoutingRequest<'a> {
     pub user: &'a UserName,
     /// The request's headers, which may name its session; `None` if there are none.
     pub headers: Option<&'a HeaderMap>,
+    /// The client's address; `None` if it is not known.
+    pub client: Option<&'a str>,
     /// Policy from [`RoutingPreferences`]; `None` for the policy of the model or of the cluster.
     pub policy: Option<&'a Arc<PolicyConfig>>,
     /// Labels required in addition to those of the model; from [`RoutingPreferences`].
@@ -152,6 +159,16 @@ pub struct RoutingRequest<'a> {
     pub stages: RequestStages,
     /// Whose free places count as room.
     pub room: Room,
+}
+
+impl<'a> RoutingRequest<'a> {
+    /// Returns the parts that may name the request's session.
+    fn session_parts(&self) -> SessionParts<'a> {
+        SessionParts {
+            headers: self.headers,
+            client: self.client,
+        }
+    }
 }
 
 /// Whose free places count as room at a backend with a limit.
@@ -296,8 +313,8 @@ impl AttemptEnd {
 impl Router {
     /// Creates a router without requests in flight.
     #[must_use]
-    pub fn new(parts: RouterParts) -> Self {
-        let RouterParts {
+    pub fn new(
+        RouterParts {
             view,
             backends,
             models,
@@ -307,7 +324,8 @@ impl Router {
             overrides,
             select,
             clock,
-        } = parts;
+        }: RouterParts,
+    ) -> Self {
         if !overrides.is_empty() {
             view.want_all();
         }
@@ -325,6 +343,8 @@ impl Router {
             metrics.tokenizing.clone(),
         );
         let shares = Shares::new((&view, &load), (replica, session), &metrics);
+        let shares = Arc::new(shares);
+        let permits = Permits::new(replica, &view, &shares);
         let decider = Decider {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
@@ -362,7 +382,8 @@ impl Router {
             dispatcher: Arc::new(dispatcher),
             outbox,
             load,
-            shares: Arc::new(shares),
+            shares,
+            permits: Arc::new(permits),
             metrics,
             replica,
             flush_interval: settings.flush_interval,
@@ -415,6 +436,12 @@ impl Router {
     #[must_use]
     pub fn shares(&self) -> &Arc<Shares> {
         &self.shares
+    }
+
+    /// Returns the permits of users with a limit on concurrent requests.
+    #[must_use]
+    pub fn permits(&self) -> &Arc<Permits> {
+        &self.permits
     }
 
     /// Returns the read side of the replicated state.

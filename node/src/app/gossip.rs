@@ -15,8 +15,9 @@ use std::time::Duration;
 use api::admission::{Admission, backlog};
 use api::cluster::divergence::Digests;
 use api::cluster::figures::FigureBoard;
+use api::ports::QuestionTopic;
 use api::proxy::DecisionLog;
-use api::routing::{LoadReporter, LoadTable, Shares, share_reports};
+use api::routing::{LoadReporter, LoadTable, Permits, Shares, share_reports};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica, Status};
 use state::ids::ReplicaId;
@@ -51,6 +52,8 @@ pub(super) struct GossipInbox {
     pub(super) figures: Arc<FigureBoard>,
     /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
+    /// Answers the peers' questions about permits of users.
+    pub(super) permits: Arc<Permits>,
     /// Answers the peers' questions about decisions, once the data plane has started.
     pub(super) decisions: Arc<OnceLock<Arc<DecisionLog>>>,
     /// Observer that is notified of unreadable messages, if there is one.
@@ -92,7 +95,11 @@ impl PeerHandler for GossipInbox {
     }
 
     fn answer(&self, from: u8, question: &[u8]) -> Option<Vec<u8>> {
-        self.decisions.get()?.answer(ReplicaId(from), question)
+        let (topic, question) = question.split_first()?;
+        match QuestionTopic::of(*topic)? {
+            QuestionTopic::Decisions => self.decisions.get()?.answer(ReplicaId(from), question),
+            QuestionTopic::Permits => self.permits.answer(ReplicaId(from), question),
+        }
     }
 
     fn unix_ms(&self) -> u64 {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::ports::{
     BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, PeerFinding, Propose,
-    ProposeError,
+    ProposeError, QuestionTopic,
 };
 use bytes::Bytes;
 use raft::{Replica, Role};
@@ -278,8 +278,14 @@ impl Cluster for LogPort {
         ids.map(|id| ReplicaId(*id)).collect()
     }
 
-    fn ask(&self, peer: ReplicaId, question: Bytes) -> BoxFuture<'_, Result<Bytes, String>> {
-        self.replica.ask(peer.0, question, ASK_TIMEOUT)
+    fn ask(
+        &self,
+        peer: ReplicaId,
+        topic: QuestionTopic,
+        question: Bytes,
+    ) -> BoxFuture<'_, Result<Bytes, String>> {
+        let question = [&[topic as u8][..], &question].concat();
+        self.replica.ask(peer.0, question.into(), ASK_TIMEOUT)
     }
 
     fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {

@@ -7,7 +7,6 @@ use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::{AdminTarget, encoded};
-use super::members::members;
 use super::read::print_json;
 use super::table::{cell, millis, percent};
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::members::{Members, epoch_of};
 use super::split::{ReplicaShare, Transfer, apportion, split, transfers};
-use super::{Demand, Epoch, PlaceReport, RECENT_MS, Run, SILENT_MS, ShareReport};
+use super::{Demand, Epoch, EpochMembers, PlaceReport, RECENT_MS, Run, SILENT_MS, ShareReport};
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 
 /// State of one backend's limit and of this replica's share of it.
@@ -342,6 +342,17 @@ impl ShareLedger {
             epoch: self.epoch,
             heard: self.members.heard().map(|(id, it)| (id, it.run)).collect(),
             places: places.filter(is_told).collect(),
+        }
+    }
+
+    /// Returns the members of this replica's epoch.
+    #[must_use]
+    pub fn epoch_members(&self) -> EpochMembers {
+        EpochMembers {
+            epoch: self.epoch,
+            members: self.members(),
+            is_settled: !self.is_unsettled(),
+            awake_ms: self.members.awake_ms(),
         }
     }
 

@@ -31,6 +31,8 @@ mod tests;
 
 pub use ledger::{ShareLedger, TransferPlan};
 
+use bincode::{Decode, Encode};
+
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 
 /// Silence after which a replica is no longer a member, in milliseconds. Time during which this
@@ -54,8 +56,22 @@ pub struct Run {
 }
 
 /// Identifier of an epoch: a hash of its members' runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub struct Epoch(pub u64);
+
+/// Members of an epoch, as one replica knows them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct EpochMembers {
+    /// Identifier of the epoch.
+    pub epoch: Epoch,
+    /// All members, including this replica, ascending.
+    pub members: Vec<ReplicaId>,
+    /// Whether this replica knows that all members are in this epoch, or has waited long enough for
+    /// it.
+    pub is_settled: bool,
+    /// Time during which this replica was awake, in milliseconds.
+    pub awake_ms: u64,
+}
 
 /// Demand of one replica at one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -15,7 +15,7 @@ use crate::proxy::request::client_request::ClientRequest;
 use crate::proxy::request::routes::shown_path;
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
-use crate::routing::{OfferedEndpoints, RoutingRequest};
+use crate::routing::{OfferedEndpoints, PermitCell, RoutingRequest};
 use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, client_trace_id};
 
 /// A request with its whole body, before it is parsed.
@@ -72,6 +72,8 @@ pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) record: Option<Arc<RequestRecord>>,
     /// Trace of the request; `None` without tracing.
     pub(in crate::proxy) trace: Option<Arc<RequestTrace>>,
+    /// Permit of the request's user, also for retries.
+    pub(in crate::proxy) permit: PermitCell,
 }
 
 impl ProxiedRequest {
@@ -117,6 +119,10 @@ impl AdmissionRequest for ProxiedRequest {
             endpoints: self.endpoints.as_ref(),
             ..self.read.ask(&self.head.headers, request_id, excluded)
         }
+    }
+
+    fn permit(&self) -> &PermitCell {
+        &self.permit
     }
 
     fn priority(&self) -> i16 {

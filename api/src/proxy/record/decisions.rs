@@ -26,7 +26,7 @@ use super::recorder::{Recorder, TakenRequest};
 use super::request_record::{DecidedAttempt, RequestRecord};
 use crate::base::clock::Clock;
 use crate::files::ring::{RingPosition, RingSettings};
-use crate::ports::Cluster;
+use crate::ports::{Cluster, QuestionTopic};
 use crate::proxy::request::client_request::ClientRequest;
 use crate::routing::Decision;
 
@@ -320,7 +320,7 @@ impl DecisionLog {
         }
         let question = Bytes::from(PeerQuestion::Find { id: id.as_bytes() }.write());
         let ask = |peer| {
-            let answer = cluster.ask(peer, question.clone());
+            let answer = cluster.ask(peer, QuestionTopic::Decisions, question.clone());
             async move { (peer, answer.await) }
         };
         let answers = join_all(cluster.peers().into_iter().map(ask)).await;

@@ -18,7 +18,9 @@ use super::cluster_keys::ClusterKeys;
 use super::deadline;
 use super::encoding::BodyEncoding;
 use super::headers::client_request_id;
-use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
+use super::identify::{
+    Client, IdentifiedUser, RequestOrigin, UserSource, check_key, client_address, identify,
+};
 use super::request_body::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::user_models::check_user_model;
@@ -32,7 +34,7 @@ use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::proxy::settings::reserved_fields::without_salt;
 use crate::routing::{
-    Decider, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
+    Decider, PermitCell, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
 };
 use crate::traces::TracedQuestion;
 use crate::users::isolation::{CacheIsolation, SaltedPath, salt};
@@ -80,6 +82,8 @@ pub struct ClientRequest {
     pub deadline: Option<Duration>,
     /// Stages of the request that can run on two backends.
     pub stages: RequestStages,
+    /// Address of the client, or the addresses that a trusted proxy names; `None` if unknown.
+    address: Option<HeaderValue>,
     _made_by: ReaderOnly,
 }
 
@@ -92,11 +96,17 @@ pub struct UnsentRequest {
     pub headers: HeaderMap,
     /// Id of the request; empty if it has none.
     pub id: String,
+    /// Permit of the request: none, as it is not sent.
+    pub permit: PermitCell,
 }
 
 impl AdmissionRequest for UnsentRequest {
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         self.read.ask(&self.headers, &self.id, excluded)
+    }
+
+    fn permit(&self) -> &PermitCell {
+        &self.permit
     }
 
     fn priority(&self) -> i16 {
@@ -158,6 +168,7 @@ impl ClientRequest {
             request_id,
             user: &self.user,
             headers: Some(headers),
+            client: self.address.as_ref().and_then(last_address),
             policy: self.preferences.policy.as_ref(),
             labels: &self.preferences.labels,
             excluded,
@@ -167,6 +178,12 @@ impl ClientRequest {
             room: Room::Cluster,
         }
     }
+}
+
+/// Returns the last address in a list such as that of `x-forwarded-for`.
+fn last_address(list: &HeaderValue) -> Option<&str> {
+    let last = list.to_str().ok()?.rsplit(',').next()?.trim();
+    (!last.is_empty()).then_some(last)
 }
 
 /// Returns which stages of a request can run on two backends. Engines that transfer by the prefix
@@ -283,6 +300,7 @@ impl RequestReader {
             preferences: self.decider.preferences(headers)?,
             deadline: deadline::client_deadline(headers),
             stages: stages(head.path, &parsed),
+            address: client_address(&self.settings, head.origin, headers),
             priority,
             user: name,
             user_source: source,

@@ -15,7 +15,8 @@ use state::StateView;
 use state::admission::Batching;
 use state::ids::{BackendRef, ReplicaId, SessionId};
 use state::policy::Handover;
-use state::shares::{Demand, ShareLedger};
+use state::shares::{Demand, EpochMembers, ShareLedger};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::load::{LoadTable, ReserveRejection, ReservedPlace};
@@ -77,6 +78,8 @@ pub struct Shares {
     view: Arc<StateView>,
     load: Arc<LoadTable>,
     inner: Mutex<Inner>,
+    /// Signal that another epoch has begun.
+    epoch_changed: Notify,
     /// Time at which the ledger's clock, in milliseconds, reads 0.
     epoch: Instant,
     metrics: ShareMetrics,
@@ -113,6 +116,7 @@ impl Shares {
             view: Arc::clone(view),
             load: Arc::clone(load),
             inner: Mutex::new(inner),
+            epoch_changed: Notify::new(),
             epoch: Instant::now(),
             metrics: metrics.shares.clone(),
         }
@@ -241,7 +245,7 @@ impl Shares {
             .map(|backend| (backend, service.limit(backend.slot)))
             .collect();
         let mut inner = self.lock();
-        inner.book.advance_time(now_ms, expected);
+        self.in_epoch(&mut inner, |book| book.advance_time(now_ms, expected));
         inner.book.set_limits(&limits);
         for (backend, _) in limits.iter().filter(|(_, limit)| limit.is_none()) {
             self.load.clear_limit(*backend);
@@ -274,10 +278,32 @@ impl Shares {
     pub fn hear(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         let report = wire::decode(report)?;
         let mut inner = self.lock();
-        if inner.book.record_report(peer, report) && self.balance_all(&mut inner) {
+        let is_new = self.in_epoch(&mut inner, |book| book.record_report(peer, report));
+        if is_new && self.balance_all(&mut inner) {
             self.load.report_due().notify_one();
         }
         Ok(())
+    }
+
+    /// Changes the ledger, and tells of an epoch that begins with it.
+    fn in_epoch<T>(&self, inner: &mut Inner, change: impl FnOnce(&mut ShareLedger) -> T) -> T {
+        let before = inner.book.epoch();
+        let changed = change(&mut inner.book);
+        if inner.book.epoch() != before {
+            self.epoch_changed.notify_one();
+        }
+        changed
+    }
+
+    /// Waits for the next epoch, or returns at once if one has begun since the last call. Only one
+    /// task may wait.
+    pub(super) async fn epoch_changed(&self) {
+        self.epoch_changed.notified().await;
+    }
+
+    /// Returns the members of the epoch.
+    pub(super) fn epoch_members(&self) -> EpochMembers {
+        self.lock().book.epoch_members()
     }
 
     /// Returns the group of replicas that share limits.

@@ -1,5 +1,4 @@
-//! Tests requests through a whole router over the real state: identity, choice, accounting, and
-//! that nothing is left behind, however an attempt ends.
+//! Tests requests through a whole router over the real state, and that attempts leave nothing behind.
 
 mod adapters;
 mod asked;
@@ -144,6 +143,7 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         labels: &[],
         excluded,
         waiting_here: 0,
+        client: None,
         endpoints: None,
         stages: RequestStages::Disaggregatable,
         room: Default::default(),

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use api::admission::AdmissionRequest;
 use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
-use api::routing::{Attempt, AttemptEnd, Decision, RequestStages, RoutingRequest, Usage, UserName};
+use api::routing::{
+    Attempt, AttemptEnd, Decision, PermitCell, RequestStages, RoutingRequest, Usage, UserName,
+};
 use lab::rng::Rng;
 use state::ids::Slot;
 use tokio::time::{Instant, sleep};
@@ -36,6 +38,7 @@ pub(super) struct ChatRequest {
     pub(super) identity: PromptIdentity,
     pub(super) tokens_max: Option<u32>,
     pub(super) priority: i16,
+    pub(super) permit: PermitCell,
 }
 
 impl AdmissionRequest for ChatRequest {
@@ -50,10 +53,15 @@ impl AdmissionRequest for ChatRequest {
             labels: &[],
             excluded,
             waiting_here: 0,
+            client: None,
             endpoints: None,
             stages: RequestStages::Monolithic,
             room: Default::default(),
         }
+    }
+
+    fn permit(&self) -> &PermitCell {
+        &self.permit
     }
 
     fn priority(&self) -> i16 {
@@ -179,6 +187,7 @@ async fn request(
         id,
         tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
         priority: i16::from(rng.below(8) == 0),
+        permit: PermitCell::new(),
     });
     let patience = Duration::from_millis(200 + rng.below(6000));
     let ticket = called(handles, &request);

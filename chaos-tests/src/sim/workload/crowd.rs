@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::routing::{Attempt, AttemptEnd, HiddenOutput, Usage, UserName};
+use api::routing::{Attempt, AttemptEnd, HiddenOutput, PermitCell, Usage, UserName};
 use lab::rng::Rng;
 use tokio::time::{Instant, sleep};
 
@@ -202,6 +202,7 @@ impl CrowdClient<'_> {
             id,
             tokens_max: Some(self.manner.tokens(rng)),
             priority: 0,
+            permit: PermitCell::new(),
         });
         let ticket = chat::called(handles, &request);
         let (decision, attempt) = match admitted(handles, &request, &[], self.patience).await {

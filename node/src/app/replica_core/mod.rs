@@ -180,6 +180,7 @@ impl CoreParts {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
             shares: Arc::clone(self.router.shares()),
+            permits: Arc::clone(self.router.permits()),
             admission: Arc::clone(&self.admission),
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
@@ -270,6 +271,9 @@ impl ReplicaCore {
         ));
         let (admission, stopped) = (Arc::clone(&parts.admission), stop());
         tasks.spawn(async move { admission.run(stopped).await });
+        let (permits, cluster, stopped) =
+            (Arc::clone(parts.router.permits()), self.cluster(), stop());
+        tasks.spawn(async move { permits.run(cluster, stopped).await });
         let shared = Arc::clone(&parts.shared);
         tasks.spawn(divergence::watch(self.replica.clone(), shared, stop()));
         tasks.spawn(session_expiry::watch(self.cluster(), stop()));

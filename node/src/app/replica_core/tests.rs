@@ -8,7 +8,9 @@ use api::admission::{AdmissionRequest, Admitted};
 use api::engines::backends::{Fault, Occupancy, SlotTable};
 use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
-use api::routing::{Attempt, AttemptEnd, RequestStages, RoutingRequest, Usage, UserName};
+use api::routing::{
+    Attempt, AttemptEnd, PermitCell, RequestStages, RoutingRequest, Usage, UserName,
+};
 use lab::rng::Rng;
 use raft::{ConnectError, MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
@@ -70,6 +72,7 @@ struct Chat {
     identity: PromptIdentity,
     id: String,
     user: UserName,
+    permit: PermitCell,
 }
 
 impl AdmissionRequest for Chat {
@@ -84,10 +87,15 @@ impl AdmissionRequest for Chat {
             labels: &[],
             excluded,
             waiting_here: 0,
+            client: None,
             endpoints: None,
             stages: RequestStages::Monolithic,
             room: Default::default(),
         }
+    }
+
+    fn permit(&self) -> &PermitCell {
+        &self.permit
     }
 
     fn priority(&self) -> i16 {
@@ -165,6 +173,7 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
         identity: core.router().reader().identify(&parsed),
         id: format!("request-{number}"),
         user: UserName::bounded(format!("user-{}", rng.below(3))),
+        permit: PermitCell::new(),
     })
 }
 

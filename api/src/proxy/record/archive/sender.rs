@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{BATCH_RECORDS_MAX, DecisionArchive, GATHER, lock};
 use crate::files::ring::RingPosition;
-use crate::ports::Cluster;
+use crate::ports::{Cluster, QuestionTopic};
 use crate::proxy::record::peer_question::PeerQuestion;
 use crate::proxy::record::request_record::RequestRecord;
 
@@ -144,7 +144,11 @@ impl DecisionArchive {
             end,
             frames: &frames,
         };
-        let answer = cluster.ask(peer, Bytes::from(question.write()));
+        let answer = cluster.ask(
+            peer,
+            QuestionTopic::Decisions,
+            Bytes::from(question.write()),
+        );
         let answer = answer.await.ok()?;
         let place = answer.first_chunk()?;
         Some(RingPosition(u64::from_le_bytes(*place)))

@@ -41,7 +41,7 @@ use crate::routing::learnt::LearntBlocks;
 use crate::routing::load::LoadGuard;
 use crate::routing::metrics::BackendMeter;
 use crate::routing::outbox::{ChargeCommit, Outbox};
-use crate::routing::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
+use crate::routing::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage, UserPermit};
 use crate::traces::AttemptTrace;
 
 /// Maximum number of reported output tokens left uncharged while the response streams.
@@ -69,6 +69,8 @@ pub(in crate::routing) struct OpenAttempt {
     record: Option<Arc<DecisionRecord>>,
     /// Span of the attempt; `None` if it is not traced.
     trace: Option<AttemptTrace>,
+    /// Permit of the request; `None` if its user has no limit on concurrent requests.
+    permit: Option<UserPermit>,
     progress: ResponseProgress,
     /// Properties of output that is not visible while it is generated; `None` if all is visible.
     hidden: Option<HiddenOutput>,
@@ -186,16 +188,16 @@ impl Dispatcher {
             (user, advance)
         });
         self.flush_soon_for(backend);
-        let is_touching = decision.touch.is_due(self.session, id);
         let open = OpenAttempt {
             backend,
             stopwatch,
             trial: decision.trial,
             record: decision.record,
             trace: None,
+            permit: None,
             progress: ResponseProgress::default(),
             hidden: None,
-            is_touching,
+            is_touching: decision.touch.is_due(self.session, id),
             underway,
             meter,
             reply: ReplyChain::of(identity),

@@ -1,4 +1,5 @@
-//! Releases leases: at once, or once the blocks that the response adds are known.
+//! What an attempt holds until its end: the permit of its user, and its lease, which is released at
+//! once, or once the blocks that the response adds are known.
 
 use std::sync::Arc;
 
@@ -6,9 +7,17 @@ use state::command::LeaseOutcome;
 use tokio::runtime::Handle;
 
 use super::{Attempt, OpenAttempt};
+use crate::routing::UserPermit;
 use crate::routing::dispatch::reply::{ReplyChain, ReplyEnd};
 
 impl Attempt {
+    /// Keeps the permit of the request until the attempt's end.
+    pub(crate) fn holds(&mut self, permit: Option<UserPermit>) {
+        if let Some(open) = &mut self.open {
+            open.permit = permit;
+        }
+    }
+
     /// Adds the blocks of `reply`, if output continues the prompt, to the lease of `open` and
     /// releases it.
     pub(super) fn release(

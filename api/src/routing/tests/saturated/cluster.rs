@@ -17,7 +17,9 @@ use crate::admission::{Admission, AdmissionRequest};
 use crate::ports::{BoxFuture, Propose, ProposeError};
 use crate::prompt::PromptIdentity;
 use crate::routing::fixture::{Log, Port, router_in};
-use crate::routing::{AttemptEnd, LoadReporter, Router, RoutingRequest, UserName, share_reports};
+use crate::routing::{
+    AttemptEnd, LoadReporter, PermitCell, Router, RoutingRequest, UserName, share_reports,
+};
 
 /// Limit of the only backend in most tests.
 pub(super) const LIMIT: u32 = 6;
@@ -355,6 +357,7 @@ impl World {
             identity: self.identity.clone(),
             id: format!("{user}-{number}"),
             user: UserName::bounded(user.to_owned()),
+            permit: PermitCell::new(),
         })
     }
 
@@ -380,6 +383,7 @@ struct Request {
     identity: PromptIdentity,
     id: String,
     user: UserName,
+    permit: PermitCell,
 }
 
 impl AdmissionRequest for Request {
@@ -389,6 +393,10 @@ impl AdmissionRequest for Request {
             user: &self.user,
             ..ask(&self.identity, excluded)
         }
+    }
+
+    fn permit(&self) -> &PermitCell {
+        &self.permit
     }
 
     fn priority(&self) -> i16 {

@@ -1,0 +1,268 @@
+//! Permits of users with a limit on concurrent requests: this replica's part in the protocol of
+//! [`state::permits`].
+//!
+//! A request of such a user takes a permit before it is queued, and keeps it until it has ended and
+//! is not retried. At the user's issuer, and with a permit to spare, that takes two locks; otherwise
+//! it takes one question to the issuer. Claims that come up while a question is open go together in
+//! the next one. If the limit is in use, a request waits for [`FULL_WAIT`]: another one may just have
+//! ended, and its end be on its way to the issuer.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use state::StateView;
+use state::ids::{ReplicaId, UserKey};
+use state::permits::{ClaimAnswer, ClaimMessage, PermitHolder, PermitIssuer};
+use state::shares::SILENT_MS;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::Shares;
+use crate::ports::{Cluster, QuestionTopic};
+
+/// Maximum time that a request waits for a permit of a user whose limit is in use.
+const FULL_WAIT: Duration = Duration::from_millis(50);
+/// Maximum time that a request waits for an answer of the user's issuer: long enough that the members
+/// miss a dead issuer ([`SILENT_MS`]) and the next one answers.
+const ISSUER_WAIT: Duration = Duration::from_millis(2 * SILENT_MS);
+/// Time after which an issuer is asked again.
+const RETRY: Duration = Duration::from_millis(5);
+
+/// The permits that this replica holds, and those that it issues.
+pub struct Permits {
+    me: ReplicaId,
+    view: Arc<StateView>,
+    shares: Arc<Shares>,
+    inner: Mutex<PermitBooks>,
+    /// Signal that an issuer is to be told something.
+    due: Notify,
+    /// Signal that an issuer has answered.
+    answered: Notify,
+}
+
+#[derive(Default)]
+struct PermitBooks {
+    holder: PermitHolder,
+    issuer: PermitIssuer,
+}
+
+/// Permit of a user for one request. Clones share it; it is returned when the last one is dropped.
+#[derive(Debug, Clone)]
+pub struct UserPermit(#[expect(dead_code, reason = "it is dropped, not read")] Arc<TakenPermit>);
+
+/// Where a request keeps its permit while it may be retried. Empty for users without a limit.
+pub type PermitCell = OnceLock<UserPermit>;
+
+struct TakenPermit {
+    permits: Arc<Permits>,
+    user: UserKey,
+}
+
+impl std::fmt::Debug for TakenPermit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("TakenPermit").field(&self.user).finish()
+    }
+}
+
+impl Drop for TakenPermit {
+    fn drop(&mut self) {
+        self.permits
+            .change(|inner| inner.holder.put_back(self.user));
+    }
+}
+
+/// Reason why a request has no permit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PermitRejection {
+    /// The user's limit is in use.
+    Full,
+    /// The issuer cannot be asked, or does not know yet what the replicas hold.
+    Unconfirmed,
+}
+
+/// A request that waits for a permit, until dropped.
+struct PermitWait<'a> {
+    permits: &'a Permits,
+    user: UserKey,
+}
+
+impl Drop for PermitWait<'_> {
+    fn drop(&mut self) {
+        let user = self.user;
+        self.permits.change(|inner| inner.holder.end_wait(user));
+    }
+}
+
+impl Permits {
+    pub(super) fn new(me: ReplicaId, view: &Arc<StateView>, shares: &Arc<Shares>) -> Self {
+        Self {
+            me,
+            view: Arc::clone(view),
+            shares: Arc::clone(shares),
+            inner: Mutex::default(),
+            due: Notify::new(),
+            answered: Notify::new(),
+        }
+    }
+
+    /// Takes one of the `limit` permits of `user`, after a wait of at most [`FULL_WAIT`], or of
+    /// [`ISSUER_WAIT`] without an answer. Cancel safe.
+    pub(crate) async fn take(
+        self: &Arc<Self>,
+        user: UserKey,
+        limit: u32,
+    ) -> Result<UserPermit, PermitRejection> {
+        if let Some(permit) = self.take_now(user) {
+            return Ok(permit);
+        }
+        let began = Instant::now();
+        let _wait = {
+            let mut inner = self.lock();
+            if inner.holder.used(user) >= limit {
+                return Err(PermitRejection::Full);
+            }
+            inner.holder.begin_wait(user);
+            PermitWait {
+                permits: self,
+                user,
+            }
+        };
+        self.change(|_| {});
+        loop {
+            let answered = self.answered.notified();
+            if let Some(permit) = self.take_now(user) {
+                return Ok(permit);
+            }
+            let waited = began.elapsed();
+            let is_full = self.lock().holder.is_full(user);
+            let wait_max = match is_full {
+                true => FULL_WAIT,
+                false => ISSUER_WAIT,
+            };
+            if waited >= wait_max {
+                return Err(match is_full {
+                    true => PermitRejection::Full,
+                    false => PermitRejection::Unconfirmed,
+                });
+            }
+            drop(tokio::time::timeout(wait_max - waited, answered).await);
+        }
+    }
+
+    /// Takes a permit that no issuer has confirmed.
+    pub(crate) fn take_unconfirmed(self: &Arc<Self>, user: UserKey) -> UserPermit {
+        self.change(|inner| inner.holder.take_unconfirmed(user));
+        self.permit(user)
+    }
+
+    fn take_now(self: &Arc<Self>, user: UserKey) -> Option<UserPermit> {
+        let is_taken = self.lock().holder.take(user);
+        is_taken.then(|| self.permit(user))
+    }
+
+    fn permit(self: &Arc<Self>, user: UserKey) -> UserPermit {
+        let permits = Arc::clone(self);
+        UserPermit(Arc::new(TakenPermit { permits, user }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PermitBooks> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Applies a change, tells it to this replica as an issuer, and has the others told.
+    fn change(&self, change: impl FnOnce(&mut PermitBooks)) {
+        let mut inner = self.lock();
+        change(&mut inner);
+        self.claim_here(&mut inner);
+        drop(inner);
+        self.due.notify_one();
+    }
+
+    /// Follows the epoch, and claims permits of which this replica is the issuer.
+    fn claim_here(&self, inner: &mut PermitBooks) {
+        let now = self.shares.epoch_members();
+        inner.holder.follow(&now);
+        inner.issuer.follow(&now);
+        inner.holder.ask_again(|issuer| issuer == self.me);
+        if let Some(message) = inner.holder.message(self.me) {
+            let answer = inner
+                .issuer
+                .answer(self.me, &message, |user| self.limit(user));
+            inner
+                .holder
+                .answered(self.me, message.number, Some(&answer));
+            self.answered.notify_waiters();
+        }
+    }
+
+    fn limit(&self, user: UserKey) -> Option<u32> {
+        self.view.quota(user).limits.concurrent
+    }
+
+    /// Returns the answer to the question of the peer `from`; `None` if it is unreadable.
+    #[must_use]
+    pub fn answer(&self, from: ReplicaId, question: &[u8]) -> Option<Vec<u8>> {
+        let message = ClaimMessage::from_bytes(question)?;
+        let mut inner = self.lock();
+        // What the peer returns may be for a request that waits here.
+        self.claim_here(&mut inner);
+        let answer = inner.issuer.answer(from, &message, |user| self.limit(user));
+        self.claim_here(&mut inner);
+        drop(inner);
+        Some(answer.to_bytes())
+    }
+
+    /// Tells the issuers what this replica holds and wants, until `stop`.
+    pub async fn run(&self, cluster: Arc<dyn Cluster>, stop: CancellationToken) {
+        let mut open = FuturesUnordered::new();
+        // Issuers that did not count the last message. They rest until the next retry.
+        let mut resting = BTreeSet::new();
+        loop {
+            let is_retried = !resting.is_empty() || self.lock().holder.is_waiting();
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                Some((issuer, number, answer)) = open.next(), if !open.is_empty() => {
+                    if !matches!(answer, Some(ClaimAnswer::Counted { .. })) {
+                        resting.insert(issuer);
+                    }
+                    self.lock().holder.answered(issuer, number, answer.as_ref());
+                    self.answered.notify_waiters();
+                }
+                () = self.due.notified() => {}
+                () = self.shares.epoch_changed() => resting.clear(),
+                () = tokio::time::sleep(RETRY), if is_retried => {
+                    resting.clear();
+                    self.lock().holder.ask_again(|_| true);
+                }
+            }
+            for (issuer, message) in self.messages(&resting) {
+                let (number, question) = (message.number, Bytes::from(message.to_bytes()));
+                let asking = cluster.ask(issuer, QuestionTopic::Permits, question);
+                open.push(async move {
+                    let answer = asking.await.ok();
+                    let answer = answer.and_then(|bytes| ClaimAnswer::from_bytes(&bytes));
+                    (issuer, number, answer)
+                });
+            }
+        }
+    }
+
+    /// Returns the messages that are due to the other issuers, except those that rest.
+    fn messages(&self, resting: &BTreeSet<ReplicaId>) -> Vec<(ReplicaId, ClaimMessage)> {
+        let mut inner = self.lock();
+        let now = self.shares.epoch_members();
+        inner.holder.follow(&now);
+        inner.issuer.follow(&now);
+        let others = now.members.into_iter().filter(|id| *id != self.me);
+        let asked = others.filter(|id| !resting.contains(id));
+        asked
+            .filter_map(|id| Some((id, inner.holder.message(id)?)))
+            .collect()
+    }
+}

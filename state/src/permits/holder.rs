@@ -1,0 +1,229 @@
+//! [`PermitHolder`]: the permits of the requests that run or wait at this replica.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{ClaimAnswer, ClaimMessage, PermitClaim, issuer_of};
+use crate::ids::{ReplicaId, UserKey};
+use crate::shares::EpochMembers;
+
+/// One replica as a holder of permits.
+#[derive(Debug, Clone, Default)]
+pub struct PermitHolder {
+    now: EpochMembers,
+    number: u64,
+    users: BTreeMap<UserKey, HeldPermits>,
+    /// Users of whom the issuer is to be told.
+    news: BTreeSet<UserKey>,
+    /// Users with requests that wait.
+    waiting: BTreeSet<UserKey>,
+    issuers: BTreeMap<ReplicaId, IssuerLink>,
+}
+
+/// Permits of one user at this replica.
+#[derive(Debug, Clone, Copy, Default)]
+struct HeldPermits {
+    /// Number of permits that the issuer counts, at least.
+    issued: u32,
+    /// Number of requests that use a permit, including unconfirmed ones.
+    used: u32,
+    /// Number of requests that wait for a permit.
+    waiting: u32,
+    /// Whether the issuer had no more permits when it was last asked.
+    is_full: bool,
+}
+
+/// What this replica has told an issuer in this epoch.
+#[derive(Debug, Clone, Default)]
+struct IssuerLink {
+    /// Whether the issuer knows all that this replica holds.
+    is_complete: bool,
+    /// The message that has no answer yet.
+    open: Option<OpenMessage>,
+}
+
+#[derive(Debug, Clone)]
+struct OpenMessage {
+    number: u64,
+    is_complete: bool,
+    /// Users of its claims, in their order.
+    users: Vec<UserKey>,
+}
+
+impl PermitHolder {
+    /// Starts again with all issuers if this is another epoch. Answers to earlier messages do not
+    /// count any more.
+    pub fn follow(&mut self, now: &EpochMembers) {
+        if self.now.epoch != now.epoch {
+            self.issuers.clear();
+            for held in self.users.values_mut() {
+                held.issued = held.used;
+                held.is_full = false;
+            }
+        }
+        self.now.clone_from(now);
+    }
+
+    /// Returns the members of the epoch.
+    #[must_use]
+    pub fn members(&self) -> &[ReplicaId] {
+        &self.now.members
+    }
+
+    /// Takes a permit of `user` that this replica has and does not use. Returns whether there was
+    /// one.
+    pub fn take(&mut self, user: UserKey) -> bool {
+        let Some(held) = self.users.get_mut(&user) else {
+            return false;
+        };
+        let is_free = held.used < held.issued;
+        held.used += u32::from(is_free);
+        is_free
+    }
+
+    /// Takes a permit of `user` that no issuer has confirmed.
+    pub fn take_unconfirmed(&mut self, user: UserKey) {
+        let held = self.users.entry(user).or_default();
+        held.used = held.used.saturating_add(1);
+        self.news.insert(user);
+    }
+
+    /// Returns a permit that was taken.
+    pub fn put_back(&mut self, user: UserKey) {
+        if let Some(held) = self.users.get_mut(&user) {
+            held.used = held.used.saturating_sub(1);
+            self.news.insert(user);
+        }
+    }
+
+    /// Adds one request that waits for a permit.
+    pub fn begin_wait(&mut self, user: UserKey) {
+        let held = self.users.entry(user).or_default();
+        held.waiting = held.waiting.saturating_add(1);
+        self.waiting.insert(user);
+        self.news.insert(user);
+    }
+
+    /// Removes one request that waits for a permit.
+    pub fn end_wait(&mut self, user: UserKey) {
+        if let Some(held) = self.users.get_mut(&user) {
+            held.waiting = held.waiting.saturating_sub(1);
+            if held.waiting == 0 {
+                self.waiting.remove(&user);
+                self.news.insert(user);
+            }
+        }
+    }
+
+    /// Whether any request waits for a permit.
+    #[must_use]
+    pub fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Number of permits of `user` that are used here.
+    #[must_use]
+    pub fn used(&self, user: UserKey) -> u32 {
+        self.users.get(&user).map_or(0, |held| held.used)
+    }
+
+    /// Whether the issuer of `user` had no more permits when it was last asked.
+    #[must_use]
+    pub fn is_full(&self, user: UserKey) -> bool {
+        self.users.get(&user).is_some_and(|held| held.is_full)
+    }
+
+    /// Whether nothing is held, waits, or is to be told.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.users.is_empty() && self.news.is_empty()
+    }
+
+    /// Makes the next message to each issuer that `is_asked` ask again for those who wait.
+    pub fn ask_again(&mut self, is_asked: impl Fn(ReplicaId) -> bool) {
+        let now = &self.now;
+        let waiting = self.waiting.iter();
+        let asked = waiting.filter(|user| issuer_of(now, **user).is_some_and(&is_asked));
+        self.news.extend(asked);
+    }
+
+    /// Returns the next message to `issuer`; `None` if it has still to answer the last one, or
+    /// there is nothing to tell. Permits that are not used are returned with it.
+    pub fn message(&mut self, issuer: ReplicaId) -> Option<ClaimMessage> {
+        let link = self.issuers.entry(issuer).or_default();
+        if link.open.is_some() {
+            return None;
+        }
+        let is_complete = !link.is_complete;
+        let is_issued = |user: &UserKey| issuer_of(&self.now, *user) == Some(issuer);
+        let told: Vec<UserKey> = match is_complete {
+            true => self.users.keys().copied().filter(is_issued).collect(),
+            false => self.news.iter().copied().filter(is_issued).collect(),
+        };
+        if told.is_empty() && !is_complete {
+            return None;
+        }
+        let claims = told.iter().map(|user| {
+            self.news.remove(user);
+            let held = self.users.entry(*user).or_default();
+            held.issued = held.used;
+            PermitClaim {
+                user: *user,
+                held: held.used,
+                wanted: held.used.saturating_add(held.waiting),
+            }
+        });
+        let claims = claims.collect();
+        self.number += 1;
+        link.open = Some(OpenMessage {
+            number: self.number,
+            is_complete,
+            users: told,
+        });
+        Some(ClaimMessage {
+            epoch: self.now.epoch,
+            number: self.number,
+            is_complete,
+            claims,
+        })
+    }
+
+    /// Applies the answer of `issuer` to the message with this number; `None` if there was none.
+    pub fn answered(&mut self, issuer: ReplicaId, number: u64, answer: Option<&ClaimAnswer>) {
+        let link = self.issuers.get_mut(&issuer);
+        let Some((link, open)) = link.and_then(|link| {
+            let open = link.open.take_if(|open| open.number == number)?;
+            Some((link, open))
+        }) else {
+            return;
+        };
+        let Some(ClaimAnswer::Counted {
+            permits,
+            is_settled,
+        }) = answer.filter(|answer| answer.permits_len() == open.users.len())
+        else {
+            self.news.extend(open.users);
+            return;
+        };
+        link.is_complete |= open.is_complete;
+        for (user, permits) in open.users.into_iter().zip(permits) {
+            self.count(user, *permits, *is_settled);
+        }
+    }
+
+    /// Sets the permits of `user`.
+    fn count(&mut self, user: UserKey, permits: u32, is_settled: bool) {
+        let Some(held) = self.users.get_mut(&user) else {
+            return;
+        };
+        held.issued = permits;
+        held.is_full = is_settled && held.waiting > 0 && held.used >= permits;
+        if held.used.saturating_add(held.waiting) < permits {
+            // More than is wanted by now.
+            self.news.insert(user);
+        }
+        if permits == 0 && held.used == 0 && held.waiting == 0 {
+            self.users.remove(&user);
+            self.news.remove(&user);
+        }
+    }
+}
