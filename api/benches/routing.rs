@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::{Arc, LazyLock};
 
-use api::admission::{Admission, AdmissionRequest};
+use api::admission::{Admission, AdmissionRequest, AdmissionTry};
 use api::base::clock::Clock;
 use api::engines::backends::{Backends, Health, ProbeSettings};
 use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
@@ -341,7 +341,9 @@ fn admit(c: &mut Criterion) {
     let admission = Arc::new(Admission::new(&fleet.router));
     c.bench_function("admit, end/8 blocks", |b| {
         b.iter(|| {
-            let admitted = admission.admit(&request, &[]).now_or_never();
+            let admitted = admission
+                .admit(&request, (&[], AdmissionTry::First))
+                .now_or_never();
             let admitted = admitted.and_then(Result::ok).expect("nothing waits");
             admitted
                 .into_parts()

@@ -47,7 +47,7 @@ pub use metrics::AdmissionMetrics;
 pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
 pub use preview::{AdmissionPreview, LimitPreview};
 pub(crate) use quota::{LimitLeft, LimitsLeft};
-pub use waiter::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
+pub use waiter::{AdmissionRejection, AdmissionRequest, AdmissionTry, Admitted, DecisionTimes};
 
 use crate::base::clock::{Clock, LogTime};
 use crate::cluster::figures::LongestWait;
@@ -172,8 +172,7 @@ impl Admission {
     }
 
     /// Finds a backend for a request and dispatches it, after a wait if there is no room.
-    /// `excluded` lists backends that did not run it when tried; if not empty, the request has had
-    /// its turn. Cancel safe: dropping the future removes the request from the queue.
+    /// `excluded` lists backends that cannot run it, or did not when tried. Cancel safe: dropping the future removes the request from the queue.
     ///
     /// # Errors
     /// Returns an [`AdmissionRejection`] if the user exceeds a limit, no backend can take the
@@ -181,10 +180,10 @@ impl Admission {
     pub async fn admit<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
-        excluded: &[Slot],
+        (excluded, which): (&[Slot], AdmissionTry),
     ) -> Result<Admitted, AdmissionRejection> {
         let ask = candidate.ask(excluded);
-        if excluded.is_empty() {
+        if which == AdmissionTry::First {
             self.take_permit(&**candidate).await.map_err(|over| {
                 self.metrics.left(LeaveReason::OverLimit);
                 AdmissionRejection::OverLimit(over)
@@ -192,7 +191,7 @@ impl Admission {
         }
         let now = Instant::now();
         let may_go = !self.is_contended.load(Ordering::Acquire)
-            || !excluded.is_empty()
+            || which == AdmissionTry::Again
             || self.is_free(ask.model, now);
         let mut sought = None;
         if may_go && !self.is_batching() {
@@ -209,7 +208,7 @@ impl Admission {
                 }
             }
         }
-        let mut place = self.queue(candidate, excluded, sought, now)?;
+        let mut place = self.queue(candidate, (excluded, which), sought, now)?;
         place.turn().await
     }
 
@@ -254,7 +253,7 @@ impl Admission {
     fn queue<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
-        excluded: &[Slot],
+        (excluded, which): (&[Slot], AdmissionTry),
         sought: Option<PeerPlace>,
         now: Instant,
     ) -> Result<QueueTicket, AdmissionRejection> {
@@ -279,7 +278,7 @@ impl Admission {
         if let Some(place) = sought {
             entry.seek(place, &self.load, now);
         }
-        if excluded.is_empty() && sought.is_none() {
+        if which == AdmissionTry::First && sought.is_none() {
             let waiting = self.waiting(ticket, model, &**candidate, self.ms_of(now));
             self.join(model, waiting, entry)?;
         } else {
@@ -589,6 +588,8 @@ impl Admission {
             tokens_max: candidate.tokens_max(),
         };
         let ask = candidate.ask(&[]);
-        self.dispatcher.dispatch(decision, &ask, terms, then)
+        let mut attempt = self.dispatcher.dispatch(decision, &ask, terms, then);
+        attempt.holds(candidate.permit().get().cloned());
+        attempt
     }
 }

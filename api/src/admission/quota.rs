@@ -166,6 +166,8 @@ impl Admission {
                 self.permits.take_unconfirmed(user)
             }
         };
+        // Others have been admitted meanwhile.
+        self.check_limits(user, None)?;
         drop(candidate.permit().set(permit));
         Ok(())
     }

@@ -44,6 +44,15 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     }
 }
 
+/// Which try of a request asks for admission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AdmissionTry {
+    /// The first one: limits are checked, and the request joins the end of its user's queue.
+    First,
+    /// A retry after a backend did not run the request, which has had its turn.
+    Again,
+}
+
 /// An admitted request, which has a backend and counts as running there. Dropping it ends its
 /// attempt as not run.
 pub struct Admitted {

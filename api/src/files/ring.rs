@@ -4,7 +4,8 @@
 //! ring has its maximum size, the oldest segment is removed. A frame is its length and its CRC-32
 //! (four bytes each, little-endian), then the payload. Nothing is synced: a killed process loses
 //! nothing, a host without power its last seconds. The end of a segment may therefore be torn.
-//! Readers ignore a segment from its first damaged frame on.
+//! Readers ignore a segment from its first damaged frame on, and a segment whose file is gone. Each
+//! opening begins a segment, so that places ascend also after a loss.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
@@ -17,10 +18,12 @@ use std::path::{Path, PathBuf};
 pub(crate) const PAYLOAD_BYTES_MAX: usize = 256 << 10;
 /// Minimum size of a ring, in bytes, so that a segment holds any frame.
 pub const RING_BYTES_MIN: u64 = SEGMENTS * 4 * PAYLOAD_BYTES_MAX as u64;
-/// Maximum size of a ring, in bytes, so that offsets fit into 32 bits.
-pub const RING_BYTES_MAX: u64 = SEGMENTS << 31;
-/// Number of segments of a full ring.
+/// Maximum size of a ring, in bytes.
+pub const RING_BYTES_MAX: u64 = 32 << 30;
+/// Minimum number of segments of a full ring.
 const SEGMENTS: u64 = 16;
+/// Maximum length of a segment, in bytes. Readers hold one at a time in memory.
+const SEGMENT_BYTES_MAX: u64 = 16 << 20;
 /// Length of a frame before its payload, in bytes.
 const HEAD_BYTES: usize = 8;
 const EXTENSION: &str = "ring";
@@ -126,11 +129,23 @@ impl Segment {
     fn end(self) -> RingPosition {
         RingPosition::new(self.number, self.bytes)
     }
+
+    /// Returns at most `bytes_max` of the bytes from `offset` on; nothing if the file is gone.
+    fn read(self, folder: &Path, offset: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
+        let length = usize::try_from(self.bytes - offset).map_err(io::Error::other)?;
+        let mut bytes = vec![0; length.min(bytes_max)];
+        match File::open(path(folder, self.number)) {
+            Ok(file) => file.read_exact_at(&mut bytes, offset.into())?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => bytes.clear(),
+            Err(error) => return Err(error),
+        }
+        Ok(bytes)
+    }
 }
 
 impl FrameRing {
     /// Opens the ring in `folder`, which it creates if necessary, and passes all payloads to `each`,
-    /// the oldest first. Warns of damaged segments, and removes a torn end of the newest one.
+    /// the oldest first. Warns of damaged segments.
     ///
     /// # Errors
     /// Fails if the folder or its files cannot be read or written.
@@ -168,12 +183,6 @@ impl FrameRing {
             let bytes = u32::try_from(intact).unwrap_or(u32::MAX);
             ring.segments.push_back(Segment { number, bytes });
         }
-        if let Some(newest) = ring.segments.back() {
-            let path = ring.path(newest.number);
-            let file = OpenOptions::new().append(true).open(path)?;
-            file.set_len(newest.bytes.into())?;
-            ring.file = Some(file);
-        }
         ring.shrink(0)?;
         Ok(ring)
     }
@@ -200,9 +209,13 @@ impl FrameRing {
         let added = frames.len() as u64;
         let newest = self.segments.back().copied();
         let is_full = |newest: Segment| {
-            newest.bytes > 0 && u64::from(newest.bytes) + added > self.bytes_max / SEGMENTS
+            let bytes_max = (self.bytes_max / SEGMENTS).min(SEGMENT_BYTES_MAX);
+            newest.bytes > 0 && u64::from(newest.bytes) + added > bytes_max
         };
-        if self.file.is_none() || newest.is_none_or(is_full) {
+        // Somebody may have emptied the folder: what is written to a removed file is lost.
+        let is_there = |newest: Segment| self.path(newest.number).exists();
+        let is_gone = newest.is_some_and(|newest| !is_there(newest));
+        if self.file.is_none() || is_gone || newest.is_none_or(is_full) {
             self.begin(now_s)?;
         }
         self.shrink(added)?;
@@ -248,36 +261,12 @@ impl FrameRing {
         Ok(())
     }
 
-    /// Passes the payloads before `before` to `each`, the newest first, with their places, until it
-    /// breaks.
-    ///
-    /// # Errors
-    /// Fails if the disk does.
-    pub(crate) fn newest(
-        &self,
-        before: RingPosition,
-        mut each: impl FnMut(RingPosition, &[u8]) -> ControlFlow<()>,
-    ) -> io::Result<()> {
-        let wanted = |it: &&Segment| it.number <= before.segment();
-        for segment in self.segments.iter().rev().filter(wanted) {
-            let bytes = self.read(*segment, 0, usize::MAX)?;
-            let mut frames = Frames::new(&bytes);
-            let mut found = Vec::new();
-            loop {
-                let offset = u32::try_from(frames.offset()).unwrap_or(u32::MAX);
-                let at = RingPosition::new(segment.number, offset);
-                match frames.next() {
-                    Some(payload) if at < before => found.push((at, payload)),
-                    Some(_) | None => break,
-                }
-            }
-            for (at, payload) in found.into_iter().rev() {
-                if each(at, payload).is_break() {
-                    return Ok(());
-                }
-            }
+    /// Returns a reader of what the ring holds now, which goes on while frames are appended.
+    pub(crate) fn reader(&self) -> RingReader {
+        RingReader {
+            folder: self.folder.clone(),
+            segments: self.segments.iter().copied().collect(),
         }
-        Ok(())
     }
 
     /// Returns at most `bytes_max` of the frames after `position`, the oldest first, and the place
@@ -297,7 +286,7 @@ impl FrameRing {
             true => position.offset(),
             false => 0,
         };
-        let mut bytes = self.read(*segment, offset, bytes_max)?;
+        let mut bytes = segment.read(&self.folder, offset, bytes_max)?;
         let mut frames = Frames::new(&bytes);
         frames.by_ref().for_each(drop);
         let intact = frames.offset();
@@ -309,18 +298,54 @@ impl FrameRing {
         Ok((bytes, end))
     }
 
-    /// Returns at most `bytes_max` of a segment's bytes from `offset` on.
-    fn read(&self, segment: Segment, offset: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
-        let length = usize::try_from(segment.bytes - offset).map_err(io::Error::other)?;
-        let mut bytes = vec![0; length.min(bytes_max)];
-        let file = File::open(self.path(segment.number))?;
-        file.read_exact_at(&mut bytes, offset.into())?;
-        Ok(bytes)
-    }
-
     fn path(&self, number: u32) -> PathBuf {
-        self.folder.join(format!("{number:010}.{EXTENSION}"))
+        path(&self.folder, number)
     }
+}
+
+/// Reader of a ring as it was at one moment. Segments that are removed meanwhile are skipped.
+#[derive(Debug)]
+pub(crate) struct RingReader {
+    folder: PathBuf,
+    segments: Vec<Segment>,
+}
+
+impl RingReader {
+    /// Passes the payloads before `before` to `each`, the newest first, with their places, until it
+    /// breaks.
+    ///
+    /// # Errors
+    /// Fails if the disk does.
+    pub(crate) fn newest(
+        &self,
+        before: RingPosition,
+        mut each: impl FnMut(RingPosition, &[u8]) -> ControlFlow<()>,
+    ) -> io::Result<()> {
+        let wanted = |it: &&Segment| it.number <= before.segment();
+        for segment in self.segments.iter().rev().filter(wanted) {
+            let bytes = segment.read(&self.folder, 0, usize::MAX)?;
+            let mut frames = Frames::new(&bytes);
+            let mut found = Vec::new();
+            loop {
+                let offset = u32::try_from(frames.offset()).unwrap_or(u32::MAX);
+                let at = RingPosition::new(segment.number, offset);
+                match frames.next() {
+                    Some(payload) if at < before => found.push((at, payload)),
+                    Some(_) | None => break,
+                }
+            }
+            for (at, payload) in found.into_iter().rev() {
+                if each(at, payload).is_break() {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn path(folder: &Path, number: u32) -> PathBuf {
+    folder.join(format!("{number:010}.{EXTENSION}"))
 }
 
 /// Returns the number of the segment in this file; `None` if it is another file.
@@ -355,7 +380,7 @@ mod tests {
 
     fn newest(ring: &FrameRing) -> Vec<Vec<u8>> {
         let mut found = Vec::new();
-        let seen = ring.newest(RingPosition::MAX, |_, payload| {
+        let seen = ring.reader().newest(RingPosition::MAX, |_, payload| {
             found.push(payload.to_vec());
             ControlFlow::Continue(())
         });

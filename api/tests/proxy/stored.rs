@@ -3,7 +3,9 @@
 use api::engines::backends::EngineKeys;
 use api::proxy::ProxySettings;
 use http::HeaderValue;
+use state::command::{Command, UserDefaults};
 use state::ids::ReplicaId;
+use state::quotas::UserLimits;
 
 use super::client::post;
 use super::engine::{Engine, chunk, json as answer_json, last_chunk, stream_head};
@@ -174,6 +176,26 @@ async fn the_next_turn_goes_to_the_engine_that_stored_the_response() {
         );
         fleet.is_idle().await;
     }
+}
+
+#[tokio::test]
+async fn a_continued_response_counts_toward_its_users_limits() {
+    let engines = [continuing("resp_a").await, continuing("resp_b").await];
+    let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
+    let limits = UserLimits {
+        requests: Some(1),
+        window_ms: Some(3_600_000),
+        ..UserLimits::default()
+    };
+    let defaults = UserDefaults {
+        limits,
+        ..UserDefaults::default()
+    };
+    fleet.apply(Command::PutUserDefaults(Box::new(defaults)));
+    let mut client = fleet.client().await;
+    assert_eq!(client.ask(continues("resp_a")).await.status, 200);
+    let answer = client.ask(continues("resp_b")).await;
+    answer.refuses(429, "rate_limit_exceeded");
 }
 
 #[tokio::test]

@@ -45,8 +45,8 @@ struct IssuerLink {
 struct OpenMessage {
     number: u64,
     is_complete: bool,
-    /// Users of its claims, in their order.
-    users: Vec<UserKey>,
+    /// Users of its claims, in their order, with the permits that each claims in all.
+    users: Vec<(UserKey, u32)>,
 }
 
 impl PermitHolder {
@@ -99,6 +99,8 @@ impl PermitHolder {
     pub fn begin_wait(&mut self, user: UserKey) {
         let held = self.users.entry(user).or_default();
         held.waiting = held.waiting.saturating_add(1);
+        // The issuer may have a permit by now.
+        held.is_full = false;
         self.waiting.insert(user);
         self.news.insert(user);
     }
@@ -120,10 +122,11 @@ impl PermitHolder {
         !self.waiting.is_empty()
     }
 
-    /// Number of permits of `user` that are used here.
+    /// Number of requests of `user` that have a permit here or wait for one.
     #[must_use]
-    pub fn used(&self, user: UserKey) -> u32 {
-        self.users.get(&user).map_or(0, |held| held.used)
+    pub fn open(&self, user: UserKey) -> u32 {
+        let open = |held: &HeldPermits| held.used.saturating_add(held.waiting);
+        self.users.get(&user).map_or(0, open)
     }
 
     /// Whether the issuer of `user` had no more permits when it was last asked.
@@ -172,12 +175,12 @@ impl PermitHolder {
                 wanted: held.used.saturating_add(held.waiting),
             }
         });
-        let claims = claims.collect();
+        let claims: Vec<PermitClaim> = claims.collect();
         self.number += 1;
         link.open = Some(OpenMessage {
             number: self.number,
             is_complete,
-            users: told,
+            users: claims.iter().map(|it| (it.user, it.wanted)).collect(),
         });
         Some(ClaimMessage {
             epoch: self.now.epoch,
@@ -188,35 +191,48 @@ impl PermitHolder {
     }
 
     /// Applies the answer of `issuer` to the message with this number; `None` if there was none.
-    pub fn answered(&mut self, issuer: ReplicaId, number: u64, answer: Option<&ClaimAnswer>) {
+    /// Returns whether requests that wait should look again: there is a permit, or none is left.
+    pub fn answered(
+        &mut self,
+        issuer: ReplicaId,
+        number: u64,
+        answer: Option<&ClaimAnswer>,
+    ) -> bool {
         let link = self.issuers.get_mut(&issuer);
         let Some((link, open)) = link.and_then(|link| {
             let open = link.open.take_if(|open| open.number == number)?;
             Some((link, open))
         }) else {
-            return;
+            return false;
         };
         let Some(ClaimAnswer::Counted {
             permits,
             is_settled,
         }) = answer.filter(|answer| answer.permits_len() == open.users.len())
         else {
-            self.news.extend(open.users);
-            return;
+            self.news
+                .extend(open.users.into_iter().map(|(user, _)| user));
+            return false;
         };
         link.is_complete |= open.is_complete;
-        for (user, permits) in open.users.into_iter().zip(permits) {
-            self.count(user, *permits, *is_settled);
+        let mut is_change = false;
+        for (claimed, permits) in open.users.into_iter().zip(permits) {
+            is_change |= self.count(claimed, *permits, *is_settled);
         }
+        is_change
     }
 
-    /// Sets the permits of `user`.
-    fn count(&mut self, user: UserKey, permits: u32, is_settled: bool) {
+    /// Sets the permits of a user who claimed `wanted`. Returns whether its requests that wait
+    /// should look again.
+    fn count(&mut self, (user, wanted): (UserKey, u32), permits: u32, is_settled: bool) -> bool {
         let Some(held) = self.users.get_mut(&user) else {
-            return;
+            return false;
         };
         held.issued = permits;
-        held.is_full = is_settled && held.waiting > 0 && held.used >= permits;
+        let was_full = held.is_full;
+        // A claim made before a request began to wait says nothing about that one.
+        held.is_full = is_settled && permits < wanted;
+        let is_change = held.waiting > 0 && (held.used < permits || held.is_full != was_full);
         if held.used.saturating_add(held.waiting) < permits {
             // More than is wanted by now.
             self.news.insert(user);
@@ -225,5 +241,6 @@ impl PermitHolder {
             self.users.remove(&user);
             self.news.remove(&user);
         }
+        is_change
     }
 }

@@ -64,8 +64,9 @@ impl PermitIssuer {
         }
         self.heard.insert(holder, message.number);
         if message.is_complete {
-            self.issued.values_mut().for_each(|held| {
+            self.issued.retain(|_, held| {
                 held.remove(&holder);
+                !held.is_empty()
             });
             self.complete.insert(holder);
         }
@@ -79,7 +80,6 @@ impl PermitIssuer {
             self.count(holder, *claim, most)
         });
         let permits = permits.collect();
-        self.issued.retain(|_, held| !held.is_empty());
         ClaimAnswer::Counted {
             permits,
             is_settled,
@@ -97,6 +97,8 @@ impl PermitIssuer {
         let permits = claim.wanted.min(room).max(claim.held);
         if permits > 0 {
             held.insert(holder, permits);
+        } else if held.is_empty() {
+            self.issued.remove(&claim.user);
         }
         permits
     }

@@ -248,7 +248,7 @@ fn a_burst_on_three_replicas_gets_the_limit_and_the_rest_is_refused() {
 }
 
 #[test]
-fn an_issuer_grants_nothing_before_all_members_have_told_what_they_hold_or_are_silent() {
+fn an_issuer_grants_nothing_before_it_knows_all_members() {
     let mut cluster = Cluster::new();
     let issuer = (0..REPLICAS).find(|at| {
         let now = EpochMembers {

@@ -48,7 +48,7 @@ use super::response::response_body::{
     SharedResponseBody,
 };
 use super::response::sse::SseStream;
-use crate::admission::DecisionTimes;
+use crate::admission::{AdmissionTry, DecisionTimes};
 use crate::engines::backends::AnswerForm;
 use crate::error::{ProxyError, SHOULD_RETRY, rescue};
 use crate::prompt::{ParsedBody, ReplyShape};
@@ -98,7 +98,11 @@ pub(super) async fn forward(
     let mut last = None;
     loop {
         let arrived = Instant::now();
-        let (decision, taken) = match admit(proxy, proxied, &excluded).await {
+        let which = match tried {
+            0 => AdmissionTry::First,
+            _ => AdmissionTry::Again,
+        };
+        let (decision, taken) = match admit(proxy, proxied, (&excluded, which)).await {
             Ok(admitted) => admitted,
             Err(why) => return last.map_or(Err(why), give_up),
         };
@@ -174,11 +178,11 @@ pub(super) fn prepare<'a>(
 pub(super) async fn admit(
     proxy: &Proxy,
     proxied: &Arc<ProxiedRequest>,
-    excluded: &[Slot],
+    from: (&[Slot], AdmissionTry),
 ) -> Result<(Decision, Attempt), ProxyError> {
     let arrived = Instant::now();
     let waits = proxied.trace.as_ref().and_then(|trace| trace.waits());
-    let admitted = match proxy.admission.admit(proxied, excluded).await {
+    let admitted = match proxy.admission.admit(proxied, from).await {
         Ok(admitted) => admitted,
         Err(why) => {
             let id = proxied.request_id.as_bytes();

@@ -26,6 +26,7 @@ use super::outbound::{
 use super::relayed_answer::RelayedAnswer;
 use super::stream_meter::StreamMeter;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
+use crate::admission::AdmissionTry;
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::answer::{Intake, failed, local};
@@ -411,7 +412,7 @@ impl PickerStream {
         let excluded = excluded_at_first(proxy, proxied).await?;
         let admitted = tokio::select! {
             biased;
-            admitted = admit(proxy, proxied, &excluded) => admitted,
+            admitted = admit(proxy, proxied, (&excluded, AdmissionTry::First)) => admitted,
             halt = self.inbound.gone(may_go_on) => return Err(halt),
         };
         let (decision, mut attempt) = admitted?;

@@ -123,7 +123,8 @@ impl Permits {
         let began = Instant::now();
         let _wait = {
             let mut inner = self.lock();
-            if inner.holder.used(user) >= limit {
+            // Those that already wait here count as well: there is no permit for one more.
+            if inner.holder.open(user) >= limit {
                 return Err(PermitRejection::Full);
             }
             inner.holder.begin_wait(user);
@@ -193,9 +194,19 @@ impl Permits {
             let answer = inner
                 .issuer
                 .answer(self.me, &message, |user| self.limit(user));
-            inner
-                .holder
-                .answered(self.me, message.number, Some(&answer));
+            self.answered(inner, (self.me, message.number), Some(&answer));
+        }
+    }
+
+    /// Applies the answer of an issuer to the message with this number, and wakes those whom it
+    /// concerns.
+    fn answered(
+        &self,
+        inner: &mut PermitBooks,
+        (issuer, number): (ReplicaId, u64),
+        answer: Option<&ClaimAnswer>,
+    ) {
+        if inner.holder.answered(issuer, number, answer) {
             self.answered.notify_waiters();
         }
     }
@@ -222,24 +233,27 @@ impl Permits {
         let mut open = FuturesUnordered::new();
         // Issuers that did not count the last message. They rest until the next retry.
         let mut resting = BTreeSet::new();
+        // Outlives the events of a round, which would put it off for as long as they come.
+        let mut retry_at = None;
         loop {
             let is_retried = !resting.is_empty() || self.lock().holder.is_waiting();
+            retry_at = is_retried.then(|| retry_at.unwrap_or_else(|| Instant::now() + RETRY));
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
+                () = until(retry_at) => {
+                    retry_at = None;
+                    resting.clear();
+                    self.lock().holder.ask_again(|_| true);
+                }
                 Some((issuer, number, answer)) = open.next(), if !open.is_empty() => {
                     if !matches!(answer, Some(ClaimAnswer::Counted { .. })) {
                         resting.insert(issuer);
                     }
-                    self.lock().holder.answered(issuer, number, answer.as_ref());
-                    self.answered.notify_waiters();
+                    self.answered(&mut self.lock(), (issuer, number), answer.as_ref());
                 }
                 () = self.due.notified() => {}
                 () = self.shares.epoch_changed() => resting.clear(),
-                () = tokio::time::sleep(RETRY), if is_retried => {
-                    resting.clear();
-                    self.lock().holder.ask_again(|_| true);
-                }
             }
             for (issuer, message) in self.messages(&resting) {
                 let (number, question) = (message.number, Bytes::from(message.to_bytes()));
@@ -256,13 +270,20 @@ impl Permits {
     /// Returns the messages that are due to the other issuers, except those that rest.
     fn messages(&self, resting: &BTreeSet<ReplicaId>) -> Vec<(ReplicaId, ClaimMessage)> {
         let mut inner = self.lock();
-        let now = self.shares.epoch_members();
-        inner.holder.follow(&now);
-        inner.issuer.follow(&now);
-        let others = now.members.into_iter().filter(|id| *id != self.me);
+        self.claim_here(&mut inner);
+        let members = inner.holder.members().to_vec();
+        let others = members.into_iter().filter(|id| *id != self.me);
         let asked = others.filter(|id| !resting.contains(id));
         asked
             .filter_map(|id| Some((id, inner.holder.message(id)?)))
             .collect()
+    }
+}
+
+/// Waits until `at`; forever if it is `None`.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }

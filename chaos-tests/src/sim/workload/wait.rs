@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::admission::{AdmissionRejection, AdmissionRequest, Admitted};
+use api::admission::{AdmissionRejection, AdmissionRequest, AdmissionTry, Admitted};
 use state::ids::Slot;
 use state::prefix::user_key;
 use state::quotas::PendingUse;
@@ -49,7 +49,12 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     // No time passes between this check and that of admission.
     let is_used_up = excluded.is_empty() && is_budget_used_up(handles, &**request);
     handles.context.waiting.change(handles.run, 1);
-    let admitted = timeout(patience, handles.admission.admit(request, excluded)).await;
+    let which = match excluded {
+        [] => AdmissionTry::First,
+        _ => AdmissionTry::Again,
+    };
+    let admitting = handles.admission.admit(request, (excluded, which));
+    let admitted = timeout(patience, admitting).await;
     let waiting = handles.context.waiting.change(handles.run, -1);
     let lines = handles.admission.queues();
     let queued: usize = lines.iter().map(|line| line.waiting).sum();

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 use std::sync::Mutex;
 
-use api::admission::{AdmissionRequest, Admitted};
+use api::admission::{AdmissionRequest, AdmissionTry, Admitted};
 use api::engines::backends::{Fault, Occupancy, SlotTable};
 use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
@@ -225,7 +225,7 @@ async fn script(seed: u64) -> Ran {
         let admission = Arc::clone(core.admission());
         let (millis, tokens) = (5 + rng.below(60), 1 + rng.below(50));
         requests.push(tokio::spawn(async move {
-            if let Ok(admitted) = admission.admit(&chat, &[]).await {
+            if let Ok(admitted) = admission.admit(&chat, (&[], AdmissionTry::First)).await {
                 let (_, attempt) = Admitted::into_parts(admitted);
                 serve(attempt, millis, tokens).await;
             }

@@ -29,7 +29,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use self::stored::PayloadHead;
 use super::request_record::RequestRecord;
 use crate::base::clock::Clock;
-use crate::files::ring::{FrameRing, Frames, RingPosition, RingSettings, push_frame};
+use crate::files::ring::{FrameRing, Frames, RingPosition, RingReader, RingSettings, push_frame};
 
 /// Time from the first record of a batch to its write.
 const GATHER: Duration = Duration::from_millis(100);
@@ -122,16 +122,16 @@ impl DecisionArchive {
     /// Writes records of this replica.
     fn store(&self, records: &[Arc<RequestRecord>]) {
         let (mut frames, mut payload) = (Vec::new(), Vec::new());
-        let mut begin = 0;
+        let mut batch = Vec::new();
         for (at, record) in records.iter().enumerate() {
             payload.clear();
             stored::write(record, &mut payload);
-            if !push_frame(&mut frames, &payload) {
-                self.count_lost(DISK, 1);
+            match push_frame(&mut frames, &payload) {
+                true => batch.push(record),
+                false => self.count_lost(DISK, 1),
             }
             let is_last = at + 1 == records.len();
             if frames.len() >= BATCH_BYTES || is_last {
-                let batch = &records[begin..=at];
                 let appended = self.on_disk(|open| open.ring.append(&frames, self.now_s()));
                 match appended {
                     Some(()) => batch
@@ -140,7 +140,7 @@ impl DecisionArchive {
                     None => self.count_lost(DISK, batch.len()),
                 }
                 frames.clear();
-                begin = at + 1;
+                batch.clear();
             }
         }
     }
@@ -161,7 +161,8 @@ impl DecisionArchive {
         }
         self.on_disk(|open| {
             let heard = open.heard.get(&from).copied().unwrap_or_default();
-            if frames.is_empty() || start < heard {
+            // What lies between two places that do not meet is not here: the peer goes back.
+            if frames.is_empty() || start != heard {
                 return Ok(heard);
             }
             let mut mark = Vec::new();
@@ -193,8 +194,8 @@ impl DecisionArchive {
     pub(super) fn find(&self, id: &[u8]) -> Option<RequestRecord> {
         let wanted = xxh3_64(id);
         let mut found = None;
-        self.on_disk(|open| {
-            open.ring.newest(RingPosition::MAX, |_, payload| {
+        self.reading(|ring| {
+            ring.newest(RingPosition::MAX, |_, payload| {
                 let is_wanted = matches!(
                     PayloadHead::read(payload),
                     Some((PayloadHead::Record { id_hash, .. }, _)) if id_hash == wanted
@@ -221,8 +222,8 @@ impl DecisionArchive {
         wanted: impl Fn(&RequestRecord) -> bool,
     ) -> Vec<(RingPosition, RequestRecord)> {
         let mut found = Vec::new();
-        self.on_disk(|open| {
-            open.ring.newest(before, |at, payload| {
+        self.reading(|ring| {
+            ring.newest(before, |at, payload| {
                 if found.len() == limit {
                     return ControlFlow::Break(());
                 }
@@ -240,6 +241,17 @@ impl DecisionArchive {
             bytes: bytes.unwrap_or_default(),
             bytes_max: self.settings.bytes_max,
             fault: lock(&self.fault).clone(),
+        }
+    }
+
+    /// Calls `read` with what the ring holds now. Writers do not wait for it.
+    fn reading(&self, read: impl FnOnce(&RingReader) -> io::Result<()>) {
+        let reader = self.on_disk(|open| Ok(open.ring.reader()));
+        if let Some(reader) = reader
+            && let Err(error) = read(&reader)
+        {
+            let folder = self.settings.folder.display();
+            tracing::warn!(%folder, %error, "could not read past decisions");
         }
     }
 

@@ -27,6 +27,15 @@ const PEERS_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum time that peers get for the last records of a replica that stops.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// How far a peer has this replica's records.
+#[derive(Debug, Clone, Copy)]
+struct SentUpTo {
+    /// Place from which this replica reads on: nothing between `heard` and here is for the peer.
+    read: RingPosition,
+    /// Place that the peer has told.
+    heard: RingPosition,
+}
+
 impl DecisionArchive {
     /// Writes queued records and sends them to peers until `stop`, then what is left.
     pub(in crate::proxy::record) async fn run(
@@ -56,7 +65,9 @@ impl DecisionArchive {
                     }
                 }
                 _ = inbox.recv_many(&mut batch, BATCH_RECORDS_MAX) => {
-                    stop.run_until_cancelled(tokio::time::sleep(GATHER)).await;
+                    if batch.len() < BATCH_RECORDS_MAX {
+                        stop.run_until_cancelled(tokio::time::sleep(GATHER)).await;
+                    }
                     self.write(&mut batch, &mut inbox).await;
                 }
             }
@@ -96,7 +107,6 @@ impl DecisionArchive {
         finish: CancellationToken,
     ) -> ReplicaId {
         let mut ends = self.end.subscribe();
-        // Place up to which the peer has this replica's records; `None`: it has to be asked.
         let mut reached = None;
         while cluster.peers().contains(&peer) {
             let is_last = finish.is_cancelled();
@@ -110,8 +120,8 @@ impl DecisionArchive {
                     finish.run_until_cancelled(pause).await;
                 }
                 // The pause bounds what a peer that was away takes of the network.
-                Some(at) if at < end && !is_last => tokio::time::sleep(GATHER).await,
-                Some(at) if at < end => {}
+                Some(at) if at.read < end && !is_last => tokio::time::sleep(GATHER).await,
+                Some(at) if at.read < end => {}
                 Some(_) if is_last => return peer,
                 Some(_) => {
                     let changed = ends.changed();
@@ -122,23 +132,28 @@ impl DecisionArchive {
         peer
     }
 
-    /// Sends the next records after `reached`. Returns the place up to which the peer has them;
-    /// `None` if it did not answer.
+    /// Sends the next records after `reached`, or asks for it if it is `None`. Returns what the peer
+    /// has then; `None` if it did not answer.
     async fn send(
         self: &Arc<Self>,
         cluster: &dyn Cluster,
         peer: ReplicaId,
-        reached: Option<RingPosition>,
-    ) -> Option<RingPosition> {
-        let next = move |archive: &Self| archive.own_after(reached.unwrap_or_default());
+        reached: Option<SentUpTo>,
+    ) -> Option<SentUpTo> {
         let (frames, end) = match reached {
             None => (Vec::new(), RingPosition::default()),
-            Some(_) => self.blocking(next).await??,
+            Some(SentUpTo { read, .. }) => {
+                let next = move |archive: &Self| archive.own_after(read);
+                self.blocking(next).await??
+            }
         };
-        if reached.is_some() && frames.is_empty() {
-            return Some(end);
+        if let (Some(reached), true) = (reached, frames.is_empty()) {
+            return Some(SentUpTo {
+                read: end,
+                ..reached
+            });
         }
-        let start = reached.unwrap_or_default();
+        let start = reached.map_or_else(RingPosition::default, |it| it.heard);
         let question = PeerQuestion::Store {
             start,
             end,
@@ -151,7 +166,8 @@ impl DecisionArchive {
         );
         let answer = answer.await.ok()?;
         let place = answer.first_chunk()?;
-        Some(RingPosition(u64::from_le_bytes(*place)))
+        let heard = RingPosition(u64::from_le_bytes(*place));
+        Some(SentUpTo { read: heard, heard })
     }
 
     /// Runs `work` on a thread that may block. Returns `None` if it panics.

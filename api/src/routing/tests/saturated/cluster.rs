@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::super::{Bench, ask};
-use crate::admission::{Admission, AdmissionRequest};
+use crate::admission::{Admission, AdmissionRequest, AdmissionTry};
 use crate::ports::{BoxFuture, Propose, ProposeError};
 use crate::prompt::PromptIdentity;
 use crate::routing::fixture::{Log, Port, router_in};
@@ -242,7 +242,11 @@ impl SaturatedCluster {
             tokio::spawn(async move {
                 let came = Instant::now();
                 let request = world.request(&format!("user-{id}"), number as u64);
-                let admitted = seat.admission.admit(&request, &[]).await.unwrap();
+                let admitted = seat
+                    .admission
+                    .admit(&request, (&[], AdmissionTry::First))
+                    .await
+                    .unwrap();
                 let waited = came.elapsed();
                 let (decision, attempt) = admitted.into_parts();
                 sleep(RUNS).await;
@@ -415,7 +419,11 @@ impl AdmissionRequest for Request {
 async fn client(world: Arc<World>, seat: Seat, name: String) {
     for turn in 0_u64.. {
         let request = world.request(&name, turn);
-        let Ok(admitted) = seat.admission.admit(&request, &[]).await else {
+        let Ok(admitted) = seat
+            .admission
+            .admit(&request, (&[], AdmissionTry::First))
+            .await
+        else {
             sleep(RUNS).await;
             continue;
         };
