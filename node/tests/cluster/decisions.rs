@@ -115,8 +115,10 @@ async fn past_decisions_outlive_their_replica() {
     ask(&http, &at[0], "meanwhile").await;
     replicas.push(Replica::again(left));
     http.ready(&at).await;
-    let has_it = async || listed(&http, &at[2]).await.contains(&ids[18]);
-    until("the returned replica lists what it missed", has_it).await;
+    for at in &at {
+        let has_it = async || listed(&http, at).await.contains(&ids[18]);
+        until("every replica lists what the returned one missed", has_it).await;
+    }
     let mut all_left = Vec::new();
     for replica in replicas {
         all_left.push(replica.leave().await);

@@ -19,6 +19,7 @@ async fn differing(at: &Addresses, args: &[&str]) -> String {
 async fn all_replicas_refuse_a_user_over_a_limit_as_the_data_plane_does() {
     let (_dir, _engines, mut replicas, http, at) = started(3, 2).await;
     let everywhere = [&EXPLAIN[..], &["--everywhere"]].concat();
+    http.agree(&at).await;
     let free = done(&at[1], &everywhere).await;
     assert!(free.contains("3 of 3 replicas at index"), "{free}");
     assert!(free.contains("alike") && !free.contains("429"), "{free}");
@@ -41,6 +42,7 @@ async fn all_replicas_refuse_a_user_over_a_limit_as_the_data_plane_does() {
     let (status, _, answer) = http.send(Method::POST, &url, &body).await;
     assert_eq!(status, StatusCode::TOO_MANY_REQUESTS, "{answer}");
 
+    http.agree(&at).await;
     let as_json = [&everywhere[..], &["--json"]].concat();
     let told: Value = serde_json::from_str(&done(&at[1], &as_json).await).unwrap();
     assert_eq!(told["is_alike"], true, "{told}");

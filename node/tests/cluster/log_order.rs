@@ -3,8 +3,6 @@
 
 use std::time::Duration;
 
-use state::policy::PolicyConfig;
-
 use super::*;
 
 const MIN_INDEX: &str = "x-quorate-min-index";

@@ -3,7 +3,6 @@
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use futures_util::future::join_all;
-use state::policy::PolicyConfig;
 
 use super::backups::done;
 use super::blocks::publishing;

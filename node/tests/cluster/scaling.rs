@@ -301,8 +301,8 @@ async fn a_statefulset_scales_to_five_and_back_under_load() {
     pods.lead(5).await;
     pods.api.scale_to(3);
     let going = [pods.take(4), pods.take(5)];
-    going.iter().for_each(|pod| pod.shutdown.drain());
     clients.use_only(&pods);
+    going.iter().for_each(|pod| pod.shutdown.drain());
     for pod in going {
         pod.leave().await;
     }

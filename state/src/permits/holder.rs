@@ -109,9 +109,9 @@ impl PermitHolder {
     pub fn end_wait(&mut self, user: UserKey) {
         if let Some(held) = self.users.get_mut(&user) {
             held.waiting = held.waiting.saturating_sub(1);
+            self.news.insert(user);
             if held.waiting == 0 {
                 self.waiting.remove(&user);
-                self.news.insert(user);
             }
         }
     }
@@ -150,7 +150,7 @@ impl PermitHolder {
     }
 
     /// Returns the next message to `issuer`; `None` if it has still to answer the last one, or
-    /// there is nothing to tell. Permits that are not used are returned with it.
+    /// there is nothing to tell. Permits that nobody wants are returned with it.
     pub fn message(&mut self, issuer: ReplicaId) -> Option<ClaimMessage> {
         let link = self.issuers.entry(issuer).or_default();
         if link.open.is_some() {
@@ -168,11 +168,13 @@ impl PermitHolder {
         let claims = told.iter().map(|user| {
             self.news.remove(user);
             let held = self.users.entry(*user).or_default();
-            held.issued = held.used;
+            let wanted = held.used.saturating_add(held.waiting);
+            // Those that a waiting request is about to take stay here.
+            held.issued = held.issued.clamp(held.used, wanted);
             PermitClaim {
                 user: *user,
-                held: held.used,
-                wanted: held.used.saturating_add(held.waiting),
+                held: held.issued,
+                wanted,
             }
         });
         let claims: Vec<PermitClaim> = claims.collect();

@@ -17,7 +17,8 @@
 //!   only after an answer that counts more, and an issuer counts less only after a claim with less.
 //! - An issuer grants while its counts add up to less than `L`, so no more than `L` are in use.
 //! - A new epoch has new issuers, which grant only after every member has told all it holds in that
-//!   epoch, or was silent for [`SILENT_MS`]; and a member that has told so ignores earlier answers.
+//!   epoch, or was silent for
+//!   [`SILENT_MS`](crate::shares::SILENT_MS); and a member that has told so ignores earlier answers.
 //!
 //! What the issuer does not confirm in time is for the caller to decide; such a request counts
 //! as well ([`PermitHolder::take_unconfirmed`]). [`PermitHolder`] and [`PermitIssuer`] read no clock
