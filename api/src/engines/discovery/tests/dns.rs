@@ -26,6 +26,18 @@ fn name(text: &str) -> Name {
     Name::from_ascii(text).unwrap()
 }
 
+/// Returns sockets for UDP and TCP with one port. The port of one may be taken for the other.
+async fn sockets() -> (UdpSocket, TcpListener) {
+    loop {
+        let udp = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let at = udp.local_addr().unwrap();
+        match TcpListener::bind(at).await {
+            Ok(tcp) => return (udp, tcp),
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse),
+        }
+    }
+}
+
 impl Zone {
     async fn start() -> Self {
         let zone: InMemoryZoneHandler =
@@ -34,9 +46,8 @@ impl Zone {
         let mut catalog = Catalog::new();
         catalog.upsert(LowerName::from(name("test.")), vec![Arc::clone(&zone) as _]);
         let mut server = Server::new(catalog);
-        let udp = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let (udp, tcp) = sockets().await;
         let at = udp.local_addr().unwrap();
-        let tcp = TcpListener::bind(at).await.unwrap();
         server.register_socket(udp);
         server.register_listener(tcp, PATIENCE, 65_535);
         let mut this = Self {
