@@ -62,8 +62,17 @@ async fn ask(
             break;
         }
         let began = Instant::now();
-        let asked = chat("modest", &format!("plain.honest-{number}"), false);
-        let asking = outcome(client::ask(&access, FROM, *to, asked));
+        let once = async || {
+            let asked = chat("modest", &format!("plain.honest-{number}"), false);
+            outcome(client::ask(&access, FROM, *to, asked)).await
+        };
+        // Like any client, it sends again if the connection was closed before an answer.
+        let asking = async {
+            match once().await {
+                (None, _) => once().await,
+                answered => answered,
+            }
+        };
         let (status, text) = timeout(PATIENCE, asking)
             .await
             .unwrap_or((None, "no response in time".to_owned()));
