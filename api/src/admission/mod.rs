@@ -46,7 +46,7 @@ use tokio_util::sync::CancellationToken;
 pub use metrics::AdmissionMetrics;
 pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
 pub use preview::{AdmissionPreview, LimitPreview};
-pub(crate) use quota::{LimitLeft, LimitsLeft};
+pub(crate) use quota::LimitsLeft;
 pub use waiter::{AdmissionRejection, AdmissionRequest, AdmissionTry, Admitted, DecisionTimes};
 
 use crate::base::clock::{Clock, LogTime};

@@ -15,19 +15,9 @@ use crate::routing::{PermitRejection, UserName};
 /// What is left of a user's rate limits and budgets. A field is `None` if there is no such limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LimitsLeft {
-    pub(crate) requests: Option<LimitLeft>,
-    /// Tokens left in the token limit or budget with the least left.
-    pub(crate) tokens: Option<LimitLeft>,
-}
-
-/// What is left of one limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LimitLeft {
-    /// The limit itself, in requests or tokens.
-    pub(crate) limit: u64,
-    pub(crate) left: u64,
-    /// Time until the limit is fully available again if nothing is used, in milliseconds.
-    pub(crate) reset_ms: u64,
+    pub(crate) requests: Option<LimitPreview>,
+    /// The token limit or budget with the least left.
+    pub(crate) tokens: Option<LimitPreview>,
 }
 
 impl Admission {
@@ -39,25 +29,15 @@ impl Admission {
         if !has_window && budget.budget.is_unbounded() {
             return None;
         }
-        let (quota, pending) = self.usage(user);
-        let now_ms = self.log_time.present_ms(self.view.now_ms());
-        let left = quota.left(now_ms);
-        let [requests_ms, tokens_ms] = quota.resets_ms(now_ms);
-        let of = |limit: Option<u64>, left: Option<u64>, used: u64, reset_ms| {
-            Some(LimitLeft {
-                limit: limit?,
-                left: left?.saturating_sub(used),
-                reset_ms,
-            })
-        };
-        let requests = pending.requests.saturating_sub(pending.dequeued);
-        let size = quota.limits.requests.map(u64::from);
-        let tokens = of(quota.limits.tokens, left.tokens, pending.tokens, tokens_ms);
-        let budgets = self.budgets_left(&quota, &pending).map(|(_, left)| left);
-        Some(LimitsLeft {
-            requests: of(size, left.requests, requests, requests_ms),
-            tokens: tokens.into_iter().chain(budgets).min_by_key(|it| it.left),
-        })
+        let (mut requests, mut tokens) = (None, None);
+        for left in self.limits_preview(user) {
+            match left.limit {
+                LimitKind::Concurrent => {}
+                LimitKind::Requests => requests = Some(left),
+                _ => tokens = tokens.into_iter().chain([left]).min_by_key(|it| it.left),
+            }
+        }
+        Some(LimitsLeft { requests, tokens })
     }
 
     /// Returns what is left of each of a user's limits and budgets, less this replica's unapplied
@@ -100,33 +80,17 @@ impl Admission {
                 None,
             ),
         ];
-        let budgets = self
-            .budgets_left(&quota, &pending)
-            .map(|(limit, budget)| LimitPreview {
-                limit,
-                of: budget.limit,
-                left: budget.left,
-                resets_in_ms: Some(budget.reset_ms),
-            });
-        window.into_iter().filter_map(of).chain(budgets).collect()
-    }
-
-    fn budgets_left(
-        &self,
-        quota: &Quota,
-        pending: &PendingUse,
-    ) -> impl Iterator<Item = (LimitKind, LimitLeft)> {
         let unix_ms = self.clock.unix_ms();
-        let (budget, pending) = (quota.budget, pending.billed_tokens);
-        BudgetPeriod::ALL.into_iter().filter_map(move |period| {
-            let left = budget.left(period, unix_ms, pending)?;
-            let left = LimitLeft {
-                limit: left.limit,
+        let budgets = BudgetPeriod::ALL.into_iter().filter_map(|period| {
+            let left = quota.budget.left(period, unix_ms, pending.billed_tokens)?;
+            Some(LimitPreview {
+                limit: LimitKind::from(period),
+                of: left.limit,
                 left: left.tokens(),
-                reset_ms: left.resets_at_ms.saturating_sub(unix_ms),
-            };
-            Some((LimitKind::from(period), left))
-        })
+                resets_in_ms: Some(left.resets_at_ms.saturating_sub(unix_ms)),
+            })
+        });
+        window.into_iter().filter_map(of).chain(budgets).collect()
     }
 
     /// Updates the clock of the rate limits from the replicated time. Call this often, because the
@@ -147,11 +111,11 @@ impl Admission {
     ) -> Result<(), LimitRejection> {
         let user = candidate.ask(&[]).user;
         let user = user.key(self.view.registry().hash_seed);
-        let Some(limit) = self.view.quota(user).limits.concurrent else {
-            return self.check_limits(user, None);
-        };
         // Nobody waits in vain for a permit.
         self.check_limits(user, None)?;
+        let Some(limit) = self.view.quota(user).limits.concurrent else {
+            return Ok(());
+        };
         let permit = match self.permits.take(user, limit).await {
             Ok(permit) => permit,
             Err(PermitRejection::Full) => {

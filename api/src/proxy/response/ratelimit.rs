@@ -3,7 +3,7 @@
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::admission::{LimitLeft, LimitsLeft};
+use crate::admission::{LimitPreview, LimitsLeft};
 
 /// Headers of one limit: its size, the remainder, and the time until it is full again.
 type LimitHeaders = [HeaderName; 3];
@@ -27,15 +27,15 @@ pub(in crate::proxy) fn add_headers(headers: &mut HeaderMap, left: &LimitsLeft) 
             continue;
         };
         let [size, remaining, reset] = names;
-        headers.insert(size, HeaderValue::from(limit.limit));
+        headers.insert(size, HeaderValue::from(limit.of));
         headers.insert(remaining, HeaderValue::from(limit.left));
         headers.insert(reset, span(limit));
     }
 }
 
 /// Returns the time until a limit is full again, as a duration with its unit.
-fn span(limit: &LimitLeft) -> HeaderValue {
-    let text = match limit.reset_ms {
+fn span(limit: &LimitPreview) -> HeaderValue {
+    let text = match limit.resets_in_ms.unwrap_or_default() {
         ms @ 0..1000 => format!("{ms}ms"),
         ms => format!("{}s", ms.div_ceil(1000)),
     };
@@ -44,6 +44,8 @@ fn span(limit: &LimitLeft) -> HeaderValue {
 
 #[cfg(test)]
 mod tests {
+    use state::quotas::LimitKind;
+
     use super::*;
 
     #[test]
@@ -51,10 +53,11 @@ mod tests {
         let mut headers = HeaderMap::new();
         let left = LimitsLeft {
             requests: None,
-            tokens: Some(LimitLeft {
-                limit: 100,
+            tokens: Some(LimitPreview {
+                limit: LimitKind::Tokens,
+                of: 100,
                 left: 40,
-                reset_ms: 1200,
+                resets_in_ms: Some(1200),
             }),
         };
         add_headers(&mut headers, &left);

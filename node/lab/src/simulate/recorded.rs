@@ -87,11 +87,13 @@ impl RecordedDemand {
         let serves = |models: &[String]| models.iter().any(|it| *it == model || it == "*");
         let fleet = recording.head.backends.iter();
         let fleet: Vec<_> = fleet.filter(|it| serves(&it.models)).collect();
-        let figures = RecordedFigures::of(recording, &model, &requests, fleet.len());
+        let used = requests.iter().filter_map(|it| it.last());
+        let used: BTreeSet<&str> = used.map(|it| &*it.backend).collect();
         let backends = match fleet.len() {
-            0 => figures.by_backend.len().max(1),
+            0 => used.len().max(1),
             registered => registered,
         };
+        let figures = RecordedFigures::of(recording, &model, &requests, backends);
         let capacities = fleet.iter().map(|it| it.capacity_blocks);
         let capacities: Option<Vec<u32>> = capacities.collect();
         let limits: BTreeSet<Option<u32>> = fleet.iter().map(|it| it.limit).collect();
@@ -249,7 +251,7 @@ impl RecordedFigures {
         recording: &Recording,
         model: &str,
         requests: &[&RecordedRequest],
-        registered: usize,
+        backends: usize,
     ) -> Self {
         let (mut prompts, mut cached, mut ok) = (0, 0, 0);
         let (mut ttft, mut waited) = (Vec::new(), Vec::new());
@@ -272,10 +274,6 @@ impl RecordedFigures {
                 cached += found;
             }
         }
-        let backends = match registered {
-            0 => by_backend.len(),
-            registered => registered,
-        };
         let busiest = by_backend.values().max().copied().unwrap_or_default();
         let all: usize = by_backend.values().sum();
         Self {
