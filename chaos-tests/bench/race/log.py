@@ -48,13 +48,13 @@ def write_trace(file, rate, seconds):
             out.write(json.dumps(line) + "\n")
 
 
-def start_emulated(stage, count=2):
+def start_emulated(stage, count=2, blocks=CACHE_BLOCKS, speed=50):
     """Starts engines that cache blocks. Returns their ports."""
     ports = free_ports(count)
     for port in ports:
         words = [stage.args.quorate, "engine", "--listen", f"127.0.0.1:{port}"]
-        words += ["--model", "m", "--speed", "50"]
-        words += ["--num-gpu-blocks", CACHE_BLOCKS, "--block-size", BLOCK_TOKENS // SCALE]
+        words += ["--model", "m", "--speed", speed]
+        words += ["--num-gpu-blocks", blocks, "--block-size", BLOCK_TOKENS // SCALE]
         stage.start(f"engine-{port}", stage.load_cores, words)
         wait_for(f"engine {port} listens", lambda: listens(port))
     return ports

@@ -19,6 +19,7 @@ import sys
 import races
 from programs import skip
 from log import log
+from prefixes import prefixes
 from split import split
 
 # Function of each race, and Debian packages of the tools that it needs in addition to `TOOLS`.
@@ -32,6 +33,7 @@ RACES = {
     "cores": (races.cores, {}),
     "split": (split, {}),
     "log": (log, {"ss": "iproute2"}),
+    "prefixes": (prefixes, {}),
 }
 TOOLS = {"nginx": "nginx-light", "wrk": "wrk", "taskset": "util-linux"}
 
