@@ -20,6 +20,8 @@ BLOCKS = 900
 # Words of a first prompt: one at a time, and in bursts. About 1.2 tokens each.
 LONG, SHORT, MORE = 6000, 750, 40
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma".split()
+# Answers name their engine.
+SETTINGS = ["users.expose=full"]
 # Seconds between a conversation's answer and its next turn.
 PAUSE = 0.15
 # Smallest share of the figures without a limit that passes.
@@ -32,8 +34,10 @@ def prefixes(args):
     """Same engine and cached share of long prompts at each limit, one at a time and in bursts."""
     rows, failed = [], []
     with Stage(args, "0,1", "0,1") as stage:
-        replicas = start_replicas(stage, start_emulated(stage, ENGINES, BLOCKS, 1), 3)
-        (alone,) = start_replicas(stage, start_emulated(stage, ENGINES, BLOCKS, 1), 1)
+        replicas, (alone,) = (
+            start_replicas(stage, start_emulated(stage, ENGINES, BLOCKS, 1), count, settings=SETTINGS)
+            for count in (3, 1)
+        )
         for limit in LIMITS:
             for replica in (replicas[0], alone):
                 send(replica.admin, "PUT", "/admin/v1/admission", {"concurrency": limit})
@@ -97,4 +101,4 @@ def send(port, method, path, body):
     text = response.read()
     if response.status != 200:
         sys.exit(f"{method} {path}: {response.status} {text.decode(errors='replace')}")
-    return response.headers, json.loads(text)
+    return dict(response.headers), json.loads(text)

@@ -190,8 +190,9 @@ def start_nginx(stage, engines, name="nginx", http2=False, certificate=None):
     return subject
 
 
-def start_replicas(stage, engines, replicas, certificate=None, quorate=None):
-    """Starts a cluster. Returns its replicas once one leads and all see all engines healthy."""
+def start_replicas(stage, engines, replicas, certificate=None, quorate=None, settings=()):
+    """Starts a cluster; `settings` are `SECTION.KEY=VALUE`. Returns its replicas once one leads and
+    all see all engines healthy."""
     label = f"quorate-{replicas}-{len(stage.processes)}"
     home = stage.home(label)
     ports = free_ports(3 * replicas)
@@ -214,6 +215,7 @@ def start_replicas(stage, engines, replicas, certificate=None, quorate=None):
         config = home / f"{at + 1}.toml"
         config.write_text(text)
         command = [quorate or stage.args.quorate, "serve", "--config", config]
+        command += [word for setting in settings for word in ("--set", setting)]
         process = stage.start(f"{label}-{at + 1}", stage.subject_cores, command)
         cluster.append(
             Replica(f"replica {at + 1}", own, process, "https" if certificate else "http")
