@@ -18,8 +18,8 @@ import sys
 
 import races
 from programs import skip
+from limits import permits, prefixes
 from log import log
-from prefixes import prefixes
 from split import split
 
 # Function of each race, and Debian packages of the tools that it needs in addition to `TOOLS`.
@@ -34,6 +34,7 @@ RACES = {
     "split": (split, {}),
     "log": (log, {"ss": "iproute2"}),
     "prefixes": (prefixes, {}),
+    "permits": (permits, {}),
 }
 TOOLS = {"nginx": "nginx-light", "wrk": "wrk", "taskset": "util-linux"}
 

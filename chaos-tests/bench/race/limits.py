@@ -1,10 +1,12 @@
-"""Whether long prompts reach the engine that has them, at each limit of a backend."""
+"""What limits cost: whether long prompts reach the engine that has them at each limit of a backend,
+and how long a user's permit takes."""
 
 import collections
 import concurrent.futures
 import http.client
 import json
 import random
+import statistics
 import sys
 import time
 
@@ -20,6 +22,8 @@ BLOCKS = 900
 # Words of a first prompt: one at a time, and in bursts. About 1.2 tokens each.
 LONG, SHORT, MORE = 6000, 750, 40
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma".split()
+# Users of each kind, and requests of each user, whose permits are measured.
+USERS, ROUNDS = 6, 200
 # Answers name their engine.
 SETTINGS = ["users.expose=full"]
 # Seconds between a conversation's answer and its next turn.
@@ -102,3 +106,27 @@ def send(port, method, path, body):
     if response.status != 200:
         sys.exit(f"{method} {path}: {response.status} {text.decode(errors='replace')}")
     return dict(response.headers), json.loads(text)
+
+
+def permits(args):
+    """Latency of users with a limit on concurrent requests, whose permits other replicas issue."""
+    with Stage(args, "0,1", "0,1") as stage:
+        replicas = start_replicas(stage, start_emulated(stage), 3)
+        for user in range(USERS):
+            path = f"/admin/v1/users/limited-{user}"
+            send(replicas[0].admin, "PUT", path, {"limits": {"concurrent": 8}})
+        time.sleep(1)  # Until the limits apply at every replica.
+        found = {"free": [], "limited": []}
+        for round_ in range(ROUNDS):
+            for kind, times in found.items():
+                for user in range(USERS):
+                    body = {"model": "m", "prompt": "hello", "max_tokens": 1, "user": f"{kind}-{user}"}
+                    replica = replicas[(round_ + user) % len(replicas)]
+                    began = time.monotonic()
+                    send(replica.port, "POST", "/v1/completions", body)
+                    times.append((time.monotonic() - began) * 1000)
+        rows = []
+        for kind, times in found.items():
+            cuts = statistics.quantiles(times, n=100)
+            rows.append([kind, *(f"{cuts[at - 1]:.2f}" for at in (50, 90, 99))])
+        table(["users", "p50 ms", "p90 ms", "p99 ms"], rows)
