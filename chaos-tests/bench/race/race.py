@@ -18,6 +18,7 @@ import sys
 
 import races
 from programs import skip
+from instructions import instructions
 from limits import permits, prefixes
 from log import log
 from split import split
@@ -32,6 +33,7 @@ RACES = {
     "replicas": (races.replicas, {}),
     "cores": (races.cores, {}),
     "split": (split, {}),
+    "instructions": (instructions, {"valgrind": "valgrind"}),
     "log": (log, {"ss": "iproute2"}),
     "prefixes": (prefixes, {}),
     "permits": (permits, {}),

@@ -190,7 +190,7 @@ def start_nginx(stage, engines, name="nginx", http2=False, certificate=None):
     return subject
 
 
-def start_replicas(stage, engines, replicas, certificate=None, quorate=None, settings=()):
+def start_replicas(stage, engines, replicas, certificate=None, program=None, settings=()):
     """Starts a cluster; `settings` are `SECTION.KEY=VALUE`. Returns its replicas once one leads and
     all see all engines healthy."""
     label = f"quorate-{replicas}-{len(stage.processes)}"
@@ -214,7 +214,7 @@ def start_replicas(stage, engines, replicas, certificate=None, quorate=None, set
         text += "".join(BACKEND.format(number=n + 1, port=port) for n, port in enumerate(engines))
         config = home / f"{at + 1}.toml"
         config.write_text(text)
-        command = [quorate or stage.args.quorate, "serve", "--config", config]
+        command = [*(program or [stage.args.quorate]), "serve", "--config", config]
         command += [word for setting in settings for word in ("--set", setting)]
         process = stage.start(f"{label}-{at + 1}", stage.subject_cores, command)
         cluster.append(
@@ -227,9 +227,11 @@ def start_replicas(stage, engines, replicas, certificate=None, quorate=None, set
     return cluster
 
 
-def start_quorate(stage, engines, name="quorate, one replica", replicas=1, certificate=None):
+def start_quorate(
+    stage, engines, name="quorate, one replica", replicas=1, certificate=None, program=None
+):
     """Starts a cluster as one subject. Its clients use the leader."""
-    cluster = start_replicas(stage, engines, replicas, certificate)
+    cluster = start_replicas(stage, engines, replicas, certificate, program)
     leader = next(replica for replica in cluster if replica.role() == "leader")
     return Subject(name, leader.port, [replica.process for replica in cluster], leader.scheme)
 
