@@ -1,16 +1,19 @@
 //! [`CowMap`]: a sharded ordered map that clones in microseconds and copies shards on write.
 //!
-//! Taking a snapshot must not stall `apply`. Cloning the map copies one pointer per branch of
-//! [`SHARDS_PER_BRANCH`] shards. The first write to a branch after that copies its pointers, and
-//! the first write to a shard copies that shard alone. More shards make each such pause shorter;
-//! the two levels keep the clone short regardless.
+//! Taking a snapshot must not stall `apply`, and readers get a clone after most commands. Cloning the
+//! map copies one pointer per group of [`BRANCHES_PER_GROUP`] branches of [`SHARDS_PER_BRANCH`]
+//! shards. The first write to a group or branch after that copies its pointers, and the first write
+//! to a shard copies that shard alone. More shards make each such pause shorter; the levels above
+//! them keep the clone short regardless.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
-/// Number of shards in a branch. Cloning a map copies one pointer per branch.
+/// Number of shards in a branch.
 pub(crate) const SHARDS_PER_BRANCH: usize = 64;
+/// Largest number of branches in a group. Cloning a map copies one pointer per group.
+const BRANCHES_PER_GROUP: usize = 32;
 
 /// A key that determines its shard. Iteration visits the keys of one shard together.
 pub(crate) trait ShardKey: Ord + Copy {
@@ -23,22 +26,23 @@ pub(crate) trait ShardKey: Ord + Copy {
 
 type CowShard<K, V> = Arc<BTreeMap<K, V>>;
 type CowBranch<K, V> = Arc<[CowShard<K, V>; SHARDS_PER_BRANCH]>;
+type CowGroup<K, V> = Arc<Vec<CowBranch<K, V>>>;
 
 /// A sharded copy-on-write map; see the module documentation.
 #[derive(Debug, Clone)]
 pub(crate) struct CowMap<K, V> {
-    branches: Vec<CowBranch<K, V>>,
+    groups: Vec<CowGroup<K, V>>,
     len: usize,
 }
 
 impl<K: ShardKey, V: Clone> CowMap<K, V> {
     pub(crate) fn new() -> Self {
-        // All branches share one empty shard and one empty branch. The first write to each copies
-        // it.
+        // All groups, branches and shards are one each at first. The first write to each copies it.
         let empty = CowShard::default();
         let branch = CowBranch::new(std::array::from_fn(|_| Arc::clone(&empty)));
+        let group = CowGroup::new(vec![branch; K::BRANCHES.min(BRANCHES_PER_GROUP)]);
         Self {
-            branches: vec![branch; K::BRANCHES],
+            groups: vec![group; K::BRANCHES.div_ceil(BRANCHES_PER_GROUP)],
             len: 0,
         }
     }
@@ -88,24 +92,37 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
     }
 
     fn shard(&self, key: &K) -> &BTreeMap<K, V> {
-        let shard = key.shard();
-        &self.branches[shard / SHARDS_PER_BRANCH][shard % SHARDS_PER_BRANCH]
+        let [group, branch, shard] = place(key.shard());
+        &self.groups[group][branch][shard]
     }
 
     fn shard_mut(&mut self, key: &K) -> &mut BTreeMap<K, V> {
-        let shard = key.shard();
-        let branch = Arc::make_mut(&mut self.branches[shard / SHARDS_PER_BRANCH]);
-        Arc::make_mut(&mut branch[shard % SHARDS_PER_BRANCH])
+        let [group, branch, shard] = place(key.shard());
+        let group = Arc::make_mut(&mut self.groups[group]);
+        let branch = Arc::make_mut(&mut group[branch]);
+        Arc::make_mut(&mut branch[shard])
     }
 
     fn shards_from(&self, first: usize) -> impl Iterator<Item = &BTreeMap<K, V>> {
-        let (branch, within) = (first / SHARDS_PER_BRANCH, first % SHARDS_PER_BRANCH);
-        let branches = self.branches.iter().skip(branch);
-        branches
-            .flat_map(|branch| branch.iter())
-            .skip(within)
-            .map(|shard| &**shard)
+        let [group, branch, shard] = place(first);
+        let branches = self
+            .groups
+            .iter()
+            .skip(group)
+            .flat_map(|group| group.iter());
+        let shards = branches.skip(branch).flat_map(|branch| branch.iter());
+        shards.skip(shard).map(|shard| &**shard)
     }
+}
+
+/// Returns the places of a shard's group, of its branch there, and of the shard in its branch.
+fn place(shard: usize) -> [usize; 3] {
+    let branch = shard / SHARDS_PER_BRANCH;
+    [
+        branch / BRANCHES_PER_GROUP,
+        branch % BRANCHES_PER_GROUP,
+        shard % SHARDS_PER_BRANCH,
+    ]
 }
 
 #[cfg(test)]
@@ -115,10 +132,10 @@ mod tests {
     use super::*;
 
     impl ShardKey for u16 {
-        const BRANCHES: usize = 2;
+        const BRANCHES: usize = 2 * BRANCHES_PER_GROUP;
 
         fn shard(&self) -> usize {
-            usize::from(*self >> 9)
+            usize::from(*self >> 4)
         }
     }
 
@@ -131,7 +148,7 @@ mod tests {
             let mut model = BTreeMap::new();
             let mut clones = Vec::new();
             for (what, key, value) in steps {
-                let key = key & 0xf00f;
+                let key = key & 0xc0ff;
                 match what {
                     0 | 1 => {
                         let is_new = !model.contains_key(&key);
