@@ -105,9 +105,15 @@ impl Http {
         until("all replicas tell the digest at one index", same_index).await;
     }
 
-    /// Waits until no request is in flight, according to the replicated state and to what `at` has
-    /// heard from the other replicas.
+    /// Waits until `at` has applied what its requests did, and no request is in flight, according to
+    /// the replicated state and to what `at` has heard from the other replicas.
     pub(super) async fn quiet(&self, at: &Addresses) {
+        // A request that is not in the log yet is not in flight there either.
+        let is_applied = async || {
+            let metrics = self.metrics(at.admin).await;
+            metrics.contains("\nquorate_state_outbox_items 0\n")
+        };
+        until("the log has applied the outbox", is_applied).await;
         let url = format!("http://{}/admin/v1/users", at.admin);
         let is_quiet = async || {
             let (_, answer) = self.get(&url).await;
