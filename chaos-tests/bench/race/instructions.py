@@ -1,10 +1,9 @@
-"""Instructions that a request takes, counted by valgrind. Unlike CPU time, they do not depend on how
-busy the machine is."""
+"""Instructions that a request takes, counted by valgrind. They depend less than CPU time on how busy
+the machine is."""
 
 import http.client
 import itertools
 import json
-import pathlib
 import re
 import statistics
 import subprocess
@@ -52,7 +51,7 @@ def count(pid, file, act):
     control(pid, "-d")
     control(pid, "--instr=off")
     newest = max(file.parent.glob(f"{file.name}*"), key=lambda it: it.stat().st_mtime_ns)
-    total = re.search(r"^(?:summary|totals): (\d+)", pathlib.Path(newest).read_text(), re.M)
+    total = re.search(r"^(?:summary|totals): (\d+)", newest.read_text(), re.M)
     if not total or total.group(1) == "0":
         sys.exit(f"callgrind counted nothing in {newest}")
     return int(total.group(1)), seconds
