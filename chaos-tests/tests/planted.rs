@@ -26,7 +26,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         4,
         7,
     ),
-    ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 32),
+    ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 46),
     ("raft.SnapshotNotSynced", "did not start", STOPPED, 6, 2),
     ("raft.BarrierWithoutQuorum", "I41", PARTED, 6, 1),
     ("raft.BarrierNotAwaited", "I31", STOPPED, 6, 1),

@@ -70,6 +70,22 @@ pub(crate) fn public_index(log_id: Option<&LogId>) -> u64 {
     log_id.map_or(0, |log_id| log_id.index + 1)
 }
 
+/// Returns the index of the last entry known to be committed.
+pub(crate) fn committed_index(metrics: &Metrics) -> u64 {
+    public_index(metrics.cluster_committed.as_ref())
+        .max(public_index(metrics.local_committed.as_ref()))
+}
+
+/// Returns the index of the last applied entry.
+pub(crate) fn applied_index(metrics: &Metrics) -> u64 {
+    public_index(metrics.last_applied.as_ref())
+}
+
+/// Returns the index of the last entry in the local log.
+pub(crate) fn last_log_index(metrics: &Metrics) -> u64 {
+    metrics.last_log_index.map_or(0, |last| last + 1)
+}
+
 /// Returns the id of the cluster that a membership belongs to; `None` if it has no members.
 pub(crate) fn cluster_of(membership: &Membership) -> Option<u128> {
     membership.nodes().next().map(|(_, node)| node.cluster)

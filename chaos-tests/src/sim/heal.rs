@@ -157,11 +157,8 @@ impl World {
     /// Checks that one leader leads, all members have the same state, and no request is in flight.
     fn is_whole(&mut self) -> Result<(), String> {
         let leader = self.leader().ok_or("nobody leads")?;
-        let status = self.seats[&leader]
-            .status
-            .as_ref()
-            .map(|it| it.borrow().clone());
-        let status = status.ok_or("nobody leads")?;
+        let core = self.seats[&leader].machine.core().ok_or("nobody leads")?;
+        let status = core.replica().status();
         self.unscaled(&status)?;
         let members: BTreeSet<u8> = status.members.keys().copied().collect();
         let mut digests = BTreeSet::new();

@@ -25,7 +25,7 @@ use super::peer_discovery::two_clusters;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::net::{CallError, LinkLane};
-use crate::types::{LogId, Metrics, Node};
+use crate::types::{LogId, Metrics, Node, applied_index};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
@@ -529,7 +529,7 @@ impl ReplicaInner {
     }
 
     fn applied(&self) -> u64 {
-        self.status.borrow().applied
+        self.with_metrics(applied_index)
     }
 
     pub(super) fn node(&self, id: u64) -> Option<Node> {

@@ -53,7 +53,7 @@ use crate::net::{Network, PeerLinks, Transport};
 use crate::options::{Formation, Peers, ReplicaOptions};
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
-use crate::types::{Metrics, public_index};
+use crate::types::{self, Metrics, public_index};
 
 /// Timeout for tasks and connections to end when a replica stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -201,10 +201,17 @@ impl Replica {
     /// Returns the current status of the replica and its cluster.
     #[must_use]
     pub fn status(&self) -> Status {
-        self.inner.status.borrow().clone()
+        let mut status = self.inner.status.borrow().clone();
+        self.inner.with_metrics(|metrics| {
+            status.committed = types::committed_index(metrics);
+            status.applied = types::applied_index(metrics);
+            status.last_log = types::last_log_index(metrics);
+        });
+        status
     }
 
-    /// Returns a receiver that is notified of changes of the status.
+    /// Returns a receiver that is notified of changes of the status. It learns of new entries alone
+    /// with the next heartbeat.
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()

@@ -19,7 +19,7 @@ use crate::net::{CallError, LinkLane};
 use crate::options::Formation;
 use crate::planted::{self, Bug};
 use crate::status::Status;
-use crate::types::Command;
+use crate::types::{Command, applied_index, committed_index};
 use crate::wire::proto;
 use crate::wire::proto::propose_response::Result as Proposed;
 use crate::wire::proto::read_barrier_response::Result as Barrier;
@@ -190,15 +190,22 @@ impl ReplicaInner {
         if planted::is(Bug::BarrierNotAwaited) {
             return Ok(index);
         }
-        let applied = status.wait_for(|status| status.applied >= index || status.fault.is_some());
+        let mut metrics = self.raft.metrics();
+        let applied = async {
+            tokio::select! {
+                biased;
+                applied = metrics.wait_for(|metrics| applied_index(metrics) >= index) => applied.is_ok(),
+                _ = status.wait_for(|status| status.fault.is_some()) => false,
+            }
+        };
         match timeout_at(end, applied).await {
-            Ok(Ok(status)) if status.applied >= index => Ok(index),
-            Ok(_) => Err(ProposeError::Stopped(
+            Ok(true) => Ok(index),
+            Ok(false) => Err(ProposeError::Stopped(
                 self.why_stopped().unwrap_or_default(),
             )),
             Err(_) => Err(ProposeError::NotApplied {
                 wanted: index,
-                applied: self.status.borrow().applied,
+                applied: self.with_metrics(applied_index),
             }),
         }
     }
@@ -206,7 +213,7 @@ impl ReplicaInner {
     /// Returns an index that covers all commits, confirmed by a quorum, if this replica leads.
     pub(crate) async fn barrier_here(&self, limit: Duration) -> Barrier {
         if planted::is(Bug::BarrierWithoutQuorum) {
-            return Barrier::Index(self.status.borrow().committed);
+            return Barrier::Index(self.with_metrics(committed_index));
         }
         let confirming = self.raft.get_read_linearizer(ReadPolicy::ReadIndex);
         match tokio::time::timeout(limit, confirming).await {

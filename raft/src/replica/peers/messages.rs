@@ -13,7 +13,7 @@ use crate::determinism::watch;
 use crate::machine::PeerHandler;
 use crate::net::{CallError, LinkLane};
 use crate::replica::ReplicaInner;
-use crate::status::Status;
+use crate::types::{Metrics, applied_index};
 use crate::wire::proto;
 
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -80,7 +80,7 @@ async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     let outgoing = outgoing(
         peer.header(),
         inner.outgoing.subscribe(),
-        inner.status.subscribe(),
+        inner.raft.metrics(),
         inner.handler.clone(),
     );
     let opened: Result<_, CallError> = peer
@@ -108,7 +108,7 @@ async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
 fn outgoing(
     header: proto::Header,
     newest: watch::WatchReceiver<Bytes>,
-    status: watch::WatchReceiver<Status>,
+    metrics: watch::WatchReceiver<Metrics>,
     handler: Arc<dyn PeerHandler>,
 ) -> impl Stream<Item = proto::PeerMessage> + Send + 'static {
     let first = proto::PeerMessage {
@@ -116,19 +116,19 @@ fn outgoing(
         ..proto::PeerMessage::default()
     };
     stream::unfold(
-        (Some(first), newest, status, handler),
-        |(mut first, mut newest, status, handler)| async move {
+        (Some(first), newest, metrics, handler),
+        |(mut first, mut newest, metrics, handler)| async move {
             if let Some(first) = first.take() {
-                return Some((first, (None, newest, status, handler)));
+                return Some((first, (None, newest, metrics, handler)));
             }
             newest.changed().await.ok()?;
             let message = proto::PeerMessage {
                 header: None,
                 bytes: newest.borrow_and_update().clone(),
                 unix_ms: handler.unix_ms(),
-                applied: status.borrow().applied,
+                applied: applied_index(&metrics.borrow()),
             };
-            Some((message, (None, newest, status, handler)))
+            Some((message, (None, newest, metrics, handler)))
         },
     )
 }
