@@ -18,8 +18,8 @@ use crate::status::{Member, Role, Status};
 use crate::types::{self, Metrics, applied_index, committed_index, last_log_index, public_index};
 
 /// Refreshes the status whenever its contents may have changed. Once this replica has caught up and
-/// knows a quorum, new entries change only indices, which the status shows at the next tick: a
-/// refresh per entry costs a twelfth of the CPU of a request.
+/// knows a quorum, changes of indices, lags, and a lost quorum are shown at the next tick: each
+/// refresh wakes all who watch the status.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let (mut server, mut metrics) = (inner.raft.server_metrics(), inner.raft.metrics());
     let mut fault = inner.fault.watch();

@@ -210,8 +210,8 @@ impl Replica {
         status
     }
 
-    /// Returns a receiver that is notified of changes of the status. It learns of new entries alone
-    /// with the next heartbeat.
+    /// Returns a receiver that is notified of changes of the status. Changes of indices and lags
+    /// alone may be late by up to a heartbeat interval.
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()
@@ -219,7 +219,8 @@ impl Replica {
 
     /// Returns the last time this replica heard from a leader with a quorum, or was acknowledged as
     /// one, such that everything committed by then is applied here. `None` if there was none yet. A
-    /// deposed leader may be mistaken for the leader for as long as its lease.
+    /// deposed leader may be mistaken for the leader for as long as its lease and one heartbeat
+    /// interval.
     #[must_use]
     pub fn confirmed(&self) -> Option<Instant> {
         self.inner.heard.confirmed()
