@@ -15,13 +15,14 @@ use crate::error::ChangeError;
 use crate::files::is_shortage;
 use crate::locks::lock;
 use crate::status::{Member, Role, Status};
-use crate::types::{self, Metrics, applied_index, committed_index, last_log_index, public_index};
+use crate::types::{
+    self, LogId, Metrics, Vote, applied_index, committed_index, last_log_index, public_index,
+};
 
-/// Refreshes the status whenever its contents may have changed. Once this replica has caught up and
-/// knows a quorum, changes of indices, lags, and a lost quorum are shown at the next tick: each
-/// refresh wakes all who watch the status.
+/// Refreshes the status whenever its contents may have changed. Changes of indices and lags alone
+/// are shown at the next tick.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
-    let (mut server, mut metrics) = (inner.raft.server_metrics(), inner.raft.metrics());
+    let mut metrics = inner.raft.metrics();
     let mut fault = inner.fault.watch();
     let mut waiting = inner.log.waiting();
     let mut connected = inner.connected.subscribe();
@@ -30,19 +31,42 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut is_running = true;
     loop {
-        let is_settled = inner.refresh();
+        // Read first, so that what changes during the refresh causes another one.
+        let shown = inner.with_metrics(|metrics| inner.shown(metrics));
+        inner.refresh();
+        let shown_changes = async {
+            while metrics.changed().await.is_ok() {
+                if inner.with_metrics(|metrics| inner.shown(metrics)) != shown {
+                    return true;
+                }
+            }
+            false
+        };
         tokio::select! {
             biased;
-            changed = server.changed(), if is_running => is_running = changed.is_ok(),
-            changed = metrics.changed(), if is_running && !is_settled => {
-                is_running = changed.is_ok();
-            }
+            is_changed = shown_changes, if is_running => is_running = is_changed,
             _ = fault.changed() => {}
             _ = waiting.changed() => {}
             _ = connected.changed() => {}
             _ = tick.tick() => {}
         }
     }
+}
+
+/// Raft's metrics that the status shows at once. Entries, ticks, and acknowledged heartbeats change
+/// the rest several hundred times per second, and each refresh wakes all who watch the status. It is
+/// shown at the next tick.
+#[derive(PartialEq)]
+struct ShownMetrics {
+    is_running: bool,
+    vote: Vote,
+    state: ServerState,
+    leader: Option<u64>,
+    leads: bool,
+    is_caught_up: bool,
+    snapshot: Option<LogId>,
+    purged: Option<LogId>,
+    membership: Option<LogId>,
 }
 
 /// Takes a snapshot when enough bytes were applied since the last one. openraft counts entries.
@@ -110,9 +134,23 @@ impl ReplicaInner {
         self.options.election_timeout.end
     }
 
-    /// Updates everything derived from Raft's metrics. Returns whether this replica has caught up and
-    /// knows a quorum.
-    pub(super) fn refresh(&self) -> bool {
+    /// Updates whether this replica has a quorum, and returns what the status shows at once.
+    fn shown(&self, metrics: &Metrics) -> ShownMetrics {
+        ShownMetrics {
+            is_running: metrics.running_state.is_ok(),
+            vote: metrics.vote,
+            state: metrics.state,
+            leader: metrics.current_leader,
+            leads: self.take_in(metrics),
+            is_caught_up: self.is_caught_up(metrics),
+            snapshot: metrics.snapshot,
+            purged: metrics.purged,
+            membership: *metrics.membership_config.log_id(),
+        }
+    }
+
+    /// Updates everything derived from Raft's metrics.
+    pub(super) fn refresh(&self) {
         let metrics = self.with_metrics(Metrics::clone);
         let membership = metrics.membership_config.membership();
         for (id, node) in membership.nodes() {
@@ -132,7 +170,6 @@ impl ReplicaInner {
         }
         let leads = self.take_in(&metrics);
         let status = self.status_of(&metrics, leads);
-        let is_settled = status.caught_up && status.has_quorum;
         self.status.send_if_modified(|old| {
             log_changes(old, &status);
             let is_new = *old != status;
@@ -141,7 +178,6 @@ impl ReplicaInner {
             }
             is_new
         });
-        is_settled
     }
 
     /// Updates whether this replica has a quorum. Returns whether it leads with one.

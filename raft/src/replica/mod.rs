@@ -219,8 +219,7 @@ impl Replica {
 
     /// Returns the last time this replica heard from a leader with a quorum, or was acknowledged as
     /// one, such that everything committed by then is applied here. `None` if there was none yet. A
-    /// deposed leader may be mistaken for the leader for as long as its lease and one heartbeat
-    /// interval.
+    /// deposed leader may be mistaken for the leader for as long as its lease.
     #[must_use]
     pub fn confirmed(&self) -> Option<Instant> {
         self.inner.heard.confirmed()
