@@ -62,6 +62,9 @@ fn every_kv_event_encodes_to_golden_bytes() {
         stored(Some(7), 1),
         removed,
         KvEvent::Cleared,
+        KvEvent::LeftOut {
+            parent: EngineHash(7),
+        },
     ];
     let size = KvRejection::BlockSize {
         engine: 16,
@@ -91,7 +94,7 @@ fn every_kv_event_encodes_to_golden_bytes() {
     let lines: Vec<String> = items.iter().map(|item| bytes(item) + "\n").collect();
     expect![[r#"
         06020100b4ca93c19f34
-        4e020100b4ca93c19f34ac02efcdab8967452301000408010000000000000000000000010000000c070000000000000001000000000000000000000001000000110900000000000000080000000000000002
+        4e020100b4ca93c19f34ac02efcdab8967452301000508010000000000000000000000010000000c070000000000000001000000000000000000000001000000110900000000000000080000000000000002070700000000000000
         8e020103b4ca93c19f34ac02efcdab89674523010100
         16020100b4ca93c19f34
         56020100b4ca93c19f34ac02
@@ -125,6 +128,9 @@ fn event() -> impl Strategy<Value = KvEvent> {
         (any::<Option<u64>>(), 0_u64..40).prop_map(|(parent, count)| stored(parent, count)),
         removed,
         Just(KvEvent::Cleared),
+        any::<u64>().prop_map(|parent| KvEvent::LeftOut {
+            parent: EngineHash(parent),
+        }),
     ]
 }
 

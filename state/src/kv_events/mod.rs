@@ -19,6 +19,12 @@
 //! unknown blocks, so ownership follows from leases until the engine empties its cache once
 //! (`AllBlocksCleared`) or another run begins.
 //!
+//! # Readers that know too little
+//! A reader computes a block's hash from the hash of the block before it, which it looks up in the
+//! state of its replica. If that state is wrong, the reader leaves out the block and says so
+//! ([`KvEvent::LeftOut`]). A message that leaves out blocks behind one that is known here is not
+//! applied. The rank then lacks a message until a reader reports it again.
+//!
 //! # Blocks that only look alike
 //! Events of engines up to vLLM 0.12 do not show which blocks are salted, so the same tokens appear
 //! under two of the engine's hashes. The first one is treated as the block. A later one is
@@ -94,6 +100,7 @@ impl KvBatch {
         let blocks = message.events.iter().map(|event| match event {
             KvEvent::Stored { blocks, .. } => blocks.len(),
             KvEvent::Removed { blocks } => blocks.len(),
+            KvEvent::LeftOut { .. } => 1,
             KvEvent::Cleared => 0,
         });
         blocks.sum()
@@ -198,6 +205,12 @@ pub enum KvEvent {
     },
     /// All blocks were removed from the cache.
     Cleared,
+    /// Blocks were added behind one that the reader does not know, so it could not compute their
+    /// hashes. The block before them may be one that no reader reports, such as a salted one.
+    LeftOut {
+        /// Block before the first of those left out.
+        parent: EngineHash,
+    },
 }
 
 /// Position up to which a rank's stream is applied, where its next reader continues. See

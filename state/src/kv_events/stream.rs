@@ -159,7 +159,8 @@ impl RankStream {
         (it.unknown_cause, it.incomplete_cause, it.unrooted) = (Some(unknown_cause), None, 0);
     }
 
-    /// Applies a message if it is the next one or follows lost ones; else records any gap.
+    /// Applies a message if it is the next one or follows lost ones, and its reader knew every block
+    /// that is known here; else records any gap.
     pub(super) fn message(&mut self, message: &KvMessage, show: &mut ReportedOwnership<'_>) {
         let next = self.progress.next;
         let at = (message.seq, message.part);
@@ -174,6 +175,10 @@ impl RankStream {
         } else if at < next {
             return;
         }
+        if self.leaves_out_known(&message.events) {
+            self.await_up_to(message.seq.saturating_add(1));
+            return;
+        }
         for event in &message.events {
             self.event(event, show);
         }
@@ -184,6 +189,15 @@ impl RankStream {
         } else {
             it.next = (message.seq, message.part.saturating_add(1));
         }
+    }
+
+    /// Whether the reader of these events left out blocks although the one before them is known.
+    fn leaves_out_known(&self, events: &[KvEvent]) -> bool {
+        let mut before_clear = events.iter().take_while(|it| **it != KvEvent::Cleared);
+        before_clear.any(|event| match event {
+            KvEvent::LeftOut { parent } => self.tree.find(*parent).is_some(),
+            _ => false,
+        })
     }
 
     fn await_up_to(&mut self, seq: u64) {
@@ -204,7 +218,7 @@ impl RankStream {
                     }
                 }
             }
-            KvEvent::Stored { .. } | KvEvent::Removed { .. } => {}
+            KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::LeftOut { .. } => {}
             KvEvent::Cleared => self.cleared(show),
         }
     }

@@ -141,7 +141,15 @@ fn kv() -> impl Strategy<Value = Item> {
     let removed = prop::collection::vec(path(), 0..4).prop_map(move |paths| KvEvent::Removed {
         blocks: paths.iter().map(|path| engine(path)).collect(),
     });
-    let event = prop_oneof![6 => stored, 4 => removed, 1 => Just(KvEvent::Cleared)];
+    let left_out = path().prop_map(move |path| KvEvent::LeftOut {
+        parent: engine(&path),
+    });
+    let event = prop_oneof![
+        6 => stored,
+        4 => removed,
+        1 => left_out,
+        1 => Just(KvEvent::Cleared),
+    ];
     let flags = (prop::bool::weighted(0.9), prop::bool::weighted(0.1));
     let message = (
         0_u64..5,

@@ -188,6 +188,26 @@ fn descendants_return_with_their_missing_block() {
 }
 
 #[test]
+fn a_message_of_a_reader_that_lacks_a_known_block_is_not_applied() {
+    let mut scene = Scene::followed(None);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    let left_out = |name: u64| KvEvent::LeftOut {
+        parent: EngineHash(1000 + name),
+    };
+    let of_its_own = vec![removed(&[2]), left_out(1)];
+    scene.tell(0, message(1, false, of_its_own));
+    scene.tell(0, message(2, false, vec![removed(&[1])]));
+    scene.tell(0, KvUpdate::Current { seq: Some(2) });
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvUncertainty::Gap));
+    assert_eq!((scene.owned(), scene.condition()), (vec![1, 2], gap));
+    // Another reader reports the same messages.
+    scene.hear(0, vec![removed(&[2]), stored(Some(1), &[3])]);
+    scene.hear(0, vec![left_out(9), KvEvent::Cleared, left_out(1)]);
+    assert_eq!(scene.owned(), Vec::<u64>::new());
+    assert_eq!(scene.condition(), KvCondition::EXACT);
+}
+
+#[test]
 fn a_foreign_block_is_never_owned() {
     let mut scene = Scene::followed(None);
     let salted = |blocks: &[(u64, u64)]| KvEvent::Stored {

@@ -5,7 +5,7 @@
 //! outside the GPU; groups of layers without full attention (their blocks come and go by other
 //! rules, and the full ones bound a prompt's hit); and blocks with further keys, such as media. A
 //! block with an unknown parent is set aside, within bounds, until the parent arrives: it is never
-//! taken for the start of a prompt.
+//! taken for the start of a prompt. The cluster is told of the parent, because it may know it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -137,6 +137,11 @@ impl<'a> MessageParts<'a> {
         self.open().0.push(KvEvent::Cleared);
         self.blocks += 1;
     }
+
+    fn leave_out(&mut self, parent: EngineHash) {
+        self.open().0.push(KvEvent::LeftOut { parent });
+        self.blocks += 1;
+    }
 }
 
 impl PublishedBlocks {
@@ -228,6 +233,7 @@ impl PublishedBlocks {
                 None => {
                     cut.counts.orphans += hashes.len() as u64;
                     self.set_aside(parent, hashes, tokens);
+                    cut.leave_out(parent);
                     return Ok(());
                 }
             },

@@ -85,6 +85,7 @@ impl View {
                 self.copies.retain(|_, copies| *copies > 0);
             }
             KvEvent::Cleared => self.forget(),
+            KvEvent::LeftOut { parent } => self.story += &format!("without-child-of-{} ", parent.0),
         }
     }
 
@@ -225,6 +226,16 @@ fn position(run: &str, seq: u64) -> KvPosition {
         publisher: 5,
         last: Some((seq, xxh3_64(&message(run, seq)))),
     }
+}
+
+#[test]
+fn the_cluster_learns_which_parent_of_a_block_the_reader_does_not_know() {
+    let child = payload("a", 1, |bytes| stored(bytes, 50, Some(7), [8, 8]));
+    let mut table = Table::fresh();
+    table.connect().answer("a", 0..1);
+    table.check("[ask 0] begin 0 current");
+    table.act(|stream, around| stream.live(1, child, around));
+    table.check("1 without-child-of-7");
 }
 
 #[test]

@@ -11,9 +11,9 @@
 //! | 3 doubt | 0 | 0 | kind of doubt |
 //! | 4 refuse | 0 | 0 | reason, \[engine's and router's block size\] |
 //!
-//! An event starts with one byte: the kind in two bits (0 stored, 1 removed, 2 cleared), then one
-//! bit for whether it has a parent, and the number of blocks in the upper five bits (31 if the
-//! number follows). Then come \[the number\], \[the parent\] and the blocks. Integers are LEB128,
+//! An event starts with one byte: the kind in two bits (0 stored, 1 removed, 2 cleared, 3 left out),
+//! then one bit for whether it has a parent, and the number of blocks in the upper five bits (31 if
+//! the number follows). Then come \[the number\], \[the parent\] and the blocks. Integers are LEB128,
 //! hashes take eight bytes.
 
 use bincode::de::Decoder;
@@ -37,6 +37,7 @@ const FLAG_1: u8 = 2 << NEWS_BITS;
 const STORED: u8 = 0;
 const REMOVED: u8 = 1;
 const CLEARED: u8 = 2;
+const LEFT_OUT: u8 = 3;
 const KIND: u8 = 3;
 const HAS_PARENT: u8 = 4;
 const COUNT_SHIFT: u32 = 3;
@@ -163,6 +164,10 @@ fn put_message<E: Encoder>(encoder: &mut E, message: &KvMessage) -> Result<(), E
                 blocks.iter().try_for_each(|block| block.encode(encoder))?;
             }
             KvEvent::Cleared => put_byte(encoder, CLEARED)?,
+            KvEvent::LeftOut { parent } => {
+                put_byte(encoder, LEFT_OUT | HAS_PARENT)?;
+                parent.encode(encoder)?;
+            }
         }
     }
     Ok(())
@@ -193,6 +198,10 @@ fn get_event<D: Decoder>(decoder: &mut D) -> Result<KvEvent, DecodeError> {
     let head = get_byte(decoder)?;
     if head == CLEARED {
         return Ok(KvEvent::Cleared);
+    }
+    if head == LEFT_OUT | HAS_PARENT {
+        let parent = EngineHash::decode(decoder)?;
+        return Ok(KvEvent::LeftOut { parent });
     }
     let count = match usize::from(head >> COUNT_SHIFT) {
         COUNT_FOLLOWS => get_count(decoder)?,
