@@ -43,7 +43,7 @@ pub(super) fn no_model() -> BodyRejection {
 
 /// Reads a body posted to `path`. The model is empty if the body has none.
 fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
-    let text = std::str::from_utf8(body).map_err(|error| BodyRejection {
+    let text = simdutf8::compat::from_utf8(body).map_err(|error| BodyRejection {
         message: format!(
             "body is not UTF-8 at byte {}, expected a JSON object in UTF-8",
             error.valid_up_to()
@@ -280,24 +280,20 @@ fn with_preamble(
     system: Option<&[u8]>,
     messages: Option<Vec<u8>>,
 ) -> Vec<u8> {
-    let messages = messages.unwrap_or_default();
-    if tools.is_none() && system.is_none() {
-        return messages;
-    }
-    let mut out = Vec::with_capacity(
-        tools.map_or(0, |tools| tools.get().len())
-            + system.map_or(0, <[u8]>::len)
-            + messages.len()
-            + 64,
-    );
+    let mut preamble = Vec::new();
     if let Some(tools) = tools {
-        push_framed(&mut out, "tools", tools.get().as_bytes());
+        push_framed(&mut preamble, "tools", tools.get().as_bytes());
     }
     if let Some(system) = system {
-        push_framed(&mut out, "system", system);
+        push_framed(&mut preamble, "system", system);
     }
-    out.extend_from_slice(&messages);
-    out
+    // Moved within their buffer, which has room for the whole body: a new one costs page faults.
+    let mut prompt = messages.unwrap_or_default();
+    let (length, shift) = (prompt.len(), preamble.len());
+    prompt.resize(length + shift, 0);
+    prompt.copy_within(..length, shift);
+    prompt[..shift].copy_from_slice(&preamble);
+    prompt
 }
 
 /// Visitor of the top-level object of a body.

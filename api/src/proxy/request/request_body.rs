@@ -22,8 +22,9 @@ use crate::proxy::Proxy;
 use crate::proxy::settings::ProxyTimeouts;
 use crate::routing::PreferenceRejection;
 
-/// Maximum initial buffer for a body, in bytes. A client may announce more than it sends.
-const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
+/// Maximum capacity reserved for an announced body, as a multiple of what has arrived. A client may
+/// announce more than it sends.
+const RESERVED_MULTIPLE_MAX: usize = 16;
 
 /// A body's share in the total of held bytes. Dropping it releases the bytes.
 pub(in crate::proxy) struct HeldBodyBytes {
@@ -118,11 +119,12 @@ impl BodyReader<'_> {
                 first = data;
                 continue;
             }
-            if whole.is_empty() {
-                let likely = announced.unwrap_or(0).min(FIRST_BUFFER_BYTES_MAX);
-                whole.reserve(length.max(usize::try_from(likely).unwrap_or(0)));
-                whole.extend_from_slice(&std::mem::take(&mut first));
+            if whole.capacity() < length {
+                let announced = announced.and_then(|it| usize::try_from(it).ok());
+                let likely = announced.unwrap_or(0).min(length * RESERVED_MULTIPLE_MAX);
+                whole.reserve(likely.max(length) - whole.len());
             }
+            whole.extend_from_slice(&std::mem::take(&mut first));
             whole.extend_from_slice(&data);
         }
         Ok(if whole.is_empty() {
