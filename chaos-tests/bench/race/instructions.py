@@ -4,41 +4,57 @@ the machine is."""
 import http.client
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
 
-from loads import DIFFERENT, SIZES
+from corpus import UNIQUE, agent_body
+from loads import AGENT_SIZES, DIFFERENT, SIZES
 from programs import Stage
 from races import table
 from subjects import start_engines, start_quorate
 
 WARM_UP, REQUESTS, IDLE_SECONDS = 50, 400, 8
+# An agent's body takes as many instructions as a hundred small ones.
+AGENT_SIZE, AGENT_REQUESTS = "220 KB", 60
+# A slow disk gathers the items of a request in fewer log entries, and so changes the count.
+MEMORY = "/dev/shm"
 NUMBERS = itertools.count()
 
 
 def instructions(args):
     """Instructions per request in user mode, one request at a time (valgrind's callgrind)."""
-    rows = []
-    with Stage(args, "0,1", "0,1") as stage:
+    rows = [
+        [size, *(f"{figure:,.0f}" for figure in (statistics.median(found), min(found), max(found)))]
+        for size, found in counted_instructions(args).items()
+    ]
+    table(["instructions a request, less those at rest", "median", "least", "most"], rows)
+
+
+def counted_instructions(args):
+    """Returns the instructions per request of each round, by kind of body."""
+    bodies = {size: (prompts(length), REQUESTS) for size, length in SIZES.items()}
+    agents = agent_bodies(AGENT_SIZES[AGENT_SIZE])
+    bodies[f"agent, {AGENT_SIZE}"] = (agents, AGENT_REQUESTS)
+    figures = {}
+    with Stage(args, "0,1", "0,1", MEMORY if os.path.isdir(MEMORY) else None) as stage:
         counted = stage.folder / "callgrind.out"
         program = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={counted}"]
         program += ["--instr-atstart=no", str(args.quorate)]
         subject = start_quorate(stage, start_engines(stage), program=program)
         pid = subject.processes[0].child.pid
         client = http.client.HTTPConnection("127.0.0.1", subject.port, timeout=120)
-        for size, length in SIZES.items():
-            send(client, length, WARM_UP)
-            found = []
+        for kind, (made, requests) in bodies.items():
+            send(client, made, WARM_UP)
             for _ in range(args.rounds):
                 idle, seconds = count(pid, counted, lambda: time.sleep(IDLE_SECONDS))
-                busy, took = count(pid, counted, lambda: send(client, length, REQUESTS))
-                found.append((busy - idle * took / seconds) / REQUESTS)
-            figures = (statistics.median(found), min(found), max(found))
-            rows.append([size, *(f"{figure:,.0f}" for figure in figures)])
-    table(["instructions a request, less those at rest", "median", "least", "most"], rows)
+                busy, took = count(pid, counted, lambda: send(client, made, requests))
+                own = (busy - idle * took / seconds) / requests
+                figures.setdefault(kind, []).append(own)
+    return figures
 
 
 def count(pid, file, act):
@@ -62,13 +78,26 @@ def control(pid, flag):
     subprocess.run(command, check=True, capture_output=True)
 
 
-def send(client, length, requests):
-    """Sends requests one after the other, whose prompts differ at their end."""
+def prompts(length):
+    """Yields bodies whose prompts differ at their end."""
     shared = ("All prompts of this race begin alike. " * (length // 38 + 1))[: length - DIFFERENT]
-    for _ in range(requests):
+    while True:
         message = {"role": "user", "content": shared + f"{next(NUMBERS):0{DIFFERENT}d}"}
-        body = json.dumps({"model": "m", "max_tokens": 1, "messages": [message]})
-        client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        yield json.dumps({"model": "m", "max_tokens": 1, "messages": [message]})
+
+
+def agent_bodies(length):
+    """Yields the bodies of an agent's conversation, whose last message differs."""
+    head, tail = agent_body(length).split(UNIQUE)
+    while True:
+        yield f"{head}{next(NUMBERS):016}{tail}"
+
+
+def send(client, bodies, requests):
+    """Sends requests one after the other."""
+    for body in itertools.islice(bodies, requests):
+        head = {"content-type": "application/json"}
+        client.request("POST", "/v1/chat/completions", body.encode(), head)
         response = client.getresponse()
         response.read()
         assert response.status == 200, response.status

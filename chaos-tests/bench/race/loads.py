@@ -8,7 +8,10 @@ import subprocess
 import sys
 
 
+from corpus import UNIQUE, agent_body
+
 SIZES = {"1 KB": 1024, "32 KB": 32 * 1024}
+AGENT_SIZES = {"32 KB": 32 * 1024, "220 KB": 220 * 1024, "570 KB": 570 * 1024}
 # Number of bytes at the end of a prompt that differ between requests.
 DIFFERENT = 64
 FIRST = itertools.count(1)
@@ -28,22 +31,50 @@ request = function()
 end
 """
 
+# Script for wrk that sends the body in two files with a unique number in between.
+WRK_FILES = """
+local function whole(path)
+    local file = assert(io.open(path, "rb"))
+    return file:read("*a"), file:close()
+end
+local head, tail = whole("{head}"), whole("{tail}")
+local sent = {first}
+request = function()
+    sent = sent + 1
+    local body = head .. string.format("%016d", sent) .. tail
+    return wrk.format("POST", "/v1/chat/completions", {{["content-type"] = "application/json"}}, body)
+end
+"""
+
 
 def wrk(stage, subject, size, connections, seconds, events=None):
     """Loads a subject over HTTP/1.1. If `events` is set, requests are for streams of that many
     events."""
     shared = size - DIFFERENT
-    script = stage.folder / "load.lua"
-    script.write_text(
-        WRK.format(
-            repeats=shared // 38 + 1,
-            shared=shared,
-            different=DIFFERENT,
-            first=next(FIRST) * 100_000_000,
-            tokens=events or 1,
-            stream='"stream":true,' if events else "",
-        )
+    script = WRK.format(
+        repeats=shared // 38 + 1,
+        shared=shared,
+        different=DIFFERENT,
+        first=next(FIRST) * 100_000_000,
+        tokens=events or 1,
+        stream='"stream":true,' if events else "",
     )
+    return run_wrk(stage, subject, script, connections, seconds)
+
+
+def wrk_agents(stage, subject, size, connections, seconds):
+    """Loads a subject over HTTP/1.1 with the same agent's conversation, whose last message differs."""
+    files = [stage.folder / f"agent-{size}-{part}" for part in ("head", "tail")]
+    if not files[0].exists():
+        for file, part in zip(files, agent_body(size).split(UNIQUE)):
+            file.write_text(part)
+    script = WRK_FILES.format(head=files[0], tail=files[1], first=next(FIRST) * 100_000_000)
+    return run_wrk(stage, subject, script, connections, seconds)
+
+
+def run_wrk(stage, subject, lua, connections, seconds):
+    script = stage.folder / "load.lua"
+    script.write_text(lua)
     command = ["taskset", "-c", stage.load_cores, "wrk", "-t1", f"-c{connections}", f"-d{seconds}s"]
     command += ["--timeout", "10s", "--latency", "-s", str(script), subject.url()]
     told = run(command)

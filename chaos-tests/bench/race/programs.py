@@ -104,13 +104,13 @@ class Process:
 class Stage:
     """The temporary folder and the processes of one race, which are removed with it."""
 
-    def __init__(self, args, subject_cores=SUBJECT_CORE, load_cores=LOAD_CORE):
-        self.args = args
+    def __init__(self, args, subject_cores=SUBJECT_CORE, load_cores=LOAD_CORE, parent=None):
+        self.args, self.parent = args, parent
         self.subject_cores, self.load_cores = subject_cores, load_cores
         self.processes = []
 
     def __enter__(self):
-        self.temporary = tempfile.TemporaryDirectory(prefix="quorate-race-")
+        self.temporary = tempfile.TemporaryDirectory(prefix="quorate-race-", dir=self.parent)
         self.folder = pathlib.Path(self.temporary.name)
         return self
 

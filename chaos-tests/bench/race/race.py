@@ -18,6 +18,7 @@ import sys
 
 import races
 from programs import skip
+from accepted import accepted
 from instructions import instructions
 from limits import permits, prefixes
 from log import log
@@ -26,6 +27,7 @@ from split import split
 # Function of each race, and Debian packages of the tools that it needs in addition to `TOOLS`.
 RACES = {
     "basic": (races.basic, {}),
+    "agents": (races.agents, {}),
     "http2": (races.http2, {"h2load": "nghttp2-client"}),
     "tls": (races.tls, {"openssl": "openssl"}),
     "streams": (races.streams, {}),
@@ -34,6 +36,7 @@ RACES = {
     "cores": (races.cores, {}),
     "split": (split, {}),
     "instructions": (instructions, {"valgrind": "valgrind"}),
+    "accepted": (accepted, {"valgrind": "valgrind"}),
     "log": (log, {"ss": "iproute2"}),
     "prefixes": (prefixes, {}),
     "permits": (permits, {}),
@@ -55,6 +58,8 @@ def arguments():
     program = here.parents[2] / "target/release/quorate"
     parser.add_argument("--quorate", default=program, help="the program [%(default)s]")
     parser.add_argument("--routers", help="virtual environment with routers from PyPI")
+    accept = "write the figures of `accepted` to the tree"
+    parser.add_argument("--accept", action="store_true", help=accept)
     parser.add_argument("--seconds", type=int, default=5, help="of each load [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
     args = parser.parse_args()

