@@ -19,8 +19,8 @@ use crate::types::{
     self, LogId, Metrics, Vote, applied_index, committed_index, last_log_index, public_index,
 };
 
-/// Refreshes the status whenever its contents may have changed. Changes of indices and lags alone
-/// are shown at the next tick.
+/// Refreshes the status whenever its contents may have changed. Changes of indices, lags, and a
+/// follower's quorum alone are shown at the next tick.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
     let mut fault = inner.fault.watch();

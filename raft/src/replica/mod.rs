@@ -210,8 +210,8 @@ impl Replica {
         status
     }
 
-    /// Returns a receiver that is notified of changes of the status. Changes of indices and lags
-    /// alone may be late by up to a heartbeat interval.
+    /// Returns a receiver that is notified of changes of the status. Changes of indices,
+    /// lags, and a follower's quorum alone may be late by up to a heartbeat interval.
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()

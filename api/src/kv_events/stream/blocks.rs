@@ -21,9 +21,9 @@ use crate::engines::kv_transport::wire::{
 };
 use crate::prompt::{TokenScope, chain_of_tokens};
 
-/// Maximum number of hashes remembered besides those in the replicated state: from messages not
-/// applied yet, and of likely parents.
-const REMEMBERED_MAX: usize = 65_536;
+/// Number of hashes that are remembered at least, besides those in the replicated state: from
+/// messages not applied yet, and of likely parents. Up to twice as many are.
+const REMEMBERED_MIN: usize = 65_536;
 /// Maximum number of blocks set aside until their parent is known.
 const ORPHANS_MAX: usize = 2048;
 /// Base of the seeds from which the names of an engine block's parts are derived; the part's number
@@ -63,8 +63,8 @@ struct OrphanBlocks {
 pub(super) struct PublishedBlocks {
     identity: HashIdentity,
     remembered: HashMap<EngineHash, BlockHash>,
-    /// Remembered hashes in order of arrival.
-    remembered_order: VecDeque<EngineHash>,
+    /// Hashes remembered before `remembered` was last full.
+    remembered_before: HashMap<EngineHash, BlockHash>,
     /// Blocks set aside, oldest first.
     orphans: VecDeque<OrphanBlocks>,
     orphans_len: usize,
@@ -150,7 +150,7 @@ impl PublishedBlocks {
             parts: identity.parts.max(1) as usize,
             identity,
             remembered: HashMap::new(),
-            remembered_order: VecDeque::new(),
+            remembered_before: HashMap::new(),
             orphans: VecDeque::new(),
             orphans_len: 0,
             groups: BTreeMap::new(),
@@ -160,7 +160,7 @@ impl PublishedBlocks {
     /// Forgets all blocks. Groups stay, because they belong to the model.
     pub(super) fn forget(&mut self) {
         self.remembered.clear();
-        self.remembered_order.clear();
+        self.remembered_before.clear();
         self.orphans.clear();
         self.orphans_len = 0;
     }
@@ -343,19 +343,16 @@ impl PublishedBlocks {
     }
 
     fn router_hash(&self, engine: EngineHash, around: &StreamContext<'_>) -> Option<BlockHash> {
-        let remembered = self.remembered.get(&engine).copied();
+        let before = || self.remembered_before.get(&engine);
+        let remembered = self.remembered.get(&engine).or_else(before).copied();
         remembered.or_else(|| (around.known)(engine))
     }
 
     fn remember(&mut self, engine: EngineHash, router: BlockHash) {
-        if self.remembered.insert(engine, router).is_none() {
-            self.remembered_order.push_back(engine);
-            if self.remembered_order.len() > REMEMBERED_MAX
-                && let Some(oldest) = self.remembered_order.pop_front()
-            {
-                self.remembered.remove(&oldest);
-            }
+        if self.remembered.len() >= REMEMBERED_MIN {
+            self.remembered_before = std::mem::take(&mut self.remembered);
         }
+        self.remembered.insert(engine, router);
     }
 
     /// Learns the number of router blocks per engine block from `engine`, its block size. Returns

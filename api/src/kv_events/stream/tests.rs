@@ -239,6 +239,42 @@ fn the_cluster_learns_which_parent_of_a_block_the_reader_does_not_know() {
 }
 
 #[test]
+fn a_parent_is_remembered_while_65536_further_blocks_arrive() {
+    const EACH: u32 = 1024;
+    let mut table = Table::fresh();
+    table
+        .connect()
+        .answer("a", 0..1)
+        .check("[ask 0] begin 0 current");
+    let others = |seq: u64| {
+        payload("a", EACH, |bytes| {
+            for token in 0..EACH {
+                let hash = seq * 1000 * u64::from(EACH) + u64::from(token);
+                stored(bytes, hash, None, [token, 7]);
+            }
+        })
+    };
+    let child = |hash| payload("a", 1, move |bytes| stored(bytes, hash, Some(100), [8, 8]));
+    let mut seq = 1;
+    let mut hear = |table: &mut Table, payload: Bytes| {
+        table.act(|stream, around| stream.live(seq, payload, around));
+        seq += 1;
+    };
+    for message in 1..=64 {
+        hear(&mut table, others(message));
+    }
+    table.view.story.clear();
+    hear(&mut table, child(50));
+    table.check("65");
+    for message in 65..=130 {
+        hear(&mut table, others(message));
+    }
+    table.view.story.clear();
+    hear(&mut table, child(51));
+    table.check("132 without-child-of-100");
+}
+
+#[test]
 fn a_fresh_engines_events_are_read_from_the_start() {
     let mut table = Table::fresh();
     table
