@@ -287,8 +287,11 @@ fn with_preamble(
     if let Some(system) = system {
         push_framed(&mut preamble, "system", system);
     }
-    // Moved within their buffer, which has room for the whole body: a new one costs page faults.
     let mut prompt = messages.unwrap_or_default();
+    if preamble.is_empty() {
+        return prompt;
+    }
+    // Moved within their buffer, which has room for the whole body: a new one costs page faults.
     let (length, shift) = (prompt.len(), preamble.len());
     prompt.resize(length + shift, 0);
     prompt.copy_within(..length, shift);
