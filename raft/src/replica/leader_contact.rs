@@ -65,6 +65,12 @@ impl LeaderContact {
         }
     }
 
+    /// Returns the time of the last append or heartbeat that this replica accepted; `None` if it
+    /// accepted none yet.
+    pub(crate) fn last(&self) -> Option<Instant> {
+        lock(&self.0).last.map(|(at, _)| at)
+    }
+
     /// Whether the leader was heard within `limit` and reported that it has a quorum.
     pub(crate) fn has_quorum(&self, limit: Duration) -> bool {
         lock(&self.0)

@@ -15,6 +15,7 @@ mod rebuild;
 mod removal_check;
 #[cfg(test)]
 mod tests;
+mod timers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -317,6 +318,7 @@ impl ReplicaInner {
     fn start_tasks(self: &Arc<Self>, transport: Arc<dyn Transport>) {
         // Ends by itself once the calls in flight have ended.
         self.tasks.spawn(peers::serve(self.clone(), transport));
+        self.spawn(timers::drive(self.clone()));
         self.spawn(maintenance::keep_status(self.clone()));
         self.spawn(maintenance::keep_snapshots(self.clone()));
         self.spawn(leadership::yield_leadership(self.clone()));
