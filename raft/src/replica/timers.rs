@@ -17,7 +17,10 @@ use super::ReplicaInner;
 /// leader. A follower's tick resumes once it heard no leader for the shortest election timeout.
 pub(super) async fn drive(inner: Arc<ReplicaInner>) {
     let raft = &inner.raft;
-    let (heartbeat, silence) = (inner.options.heartbeat, inner.options.election_timeout.start);
+    let (heartbeat, silence) = (
+        inner.options.heartbeat,
+        inner.options.election_timeout.start,
+    );
     let mut server = raft.server_metrics();
     loop {
         let now = Instant::now();
