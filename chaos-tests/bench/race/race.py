@@ -19,6 +19,7 @@ import sys
 import races
 from programs import skip
 from accepted import accepted
+from idle import idle
 from instructions import instructions
 from limits import permits, prefixes
 from log import log
@@ -32,6 +33,7 @@ RACES = {
     "tls": (races.tls, {"openssl": "openssl"}),
     "streams": (races.streams, {}),
     "fleet": (races.fleet, {}),
+    "idle": (idle, {}),
     "replicas": (races.replicas, {}),
     "cores": (races.cores, {}),
     "split": (split, {}),
