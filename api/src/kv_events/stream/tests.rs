@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use rmp::encode as pack;
 use state::kv_events::KvEvent;
 
+use super::replay::REPLAY_ATTEMPTS_MAX;
 use super::*;
 use crate::kv_events::fixtures;
 use crate::prompt::{TokenScope, chain_of_tokens};
