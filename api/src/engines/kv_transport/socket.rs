@@ -27,9 +27,11 @@ const CONNECT_MAX: Duration = Duration::from_secs(2);
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// First and longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Maximum silence of an engine during a replay. vLLM checks for replay requests ten times a
-/// second.
+/// Maximum silence of an engine before a replay. vLLM checks for replay requests ten times a second.
 const REPLAY_SILENCE_MAX: Duration = Duration::from_secs(3);
+/// Maximum silence of an engine within a replay. A ROUTER socket drops what exceeds its queue, even
+/// the message that ends the replay.
+const REPLAY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Message number that ends a replay.
 const REPLAY_END: u64 = u64::MAX;
 
@@ -329,8 +331,10 @@ async fn replay(
 ) -> Result<(), ZmtpError> {
     let mut connection = dial(dialer, address, SocketType::Dealer).await?;
     connection.send(&[b"", &from.to_be_bytes()]).await?;
+    let mut silence_max = REPLAY_SILENCE_MAX;
     loop {
-        let frames = timeout(REPLAY_SILENCE_MAX, connection.receive()).await;
+        let frames = timeout(silence_max, connection.receive()).await;
+        silence_max = REPLAY_PAUSE_MAX;
         let frames = frames.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         match read(&frames) {
             Some((REPLAY_END, _)) => return Ok(()),

@@ -24,7 +24,7 @@ const APPLIED_WITHIN: Duration = Duration::from_secs(5);
 /// commit takes.
 const OBJECTION_INTERVAL: Duration = Duration::from_millis(500);
 /// Initial value and maximum of the pause before a failed replay is retried. Every failure, the
-/// first one included, doubles it.
+/// first one included, doubles it; a new message resets it.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
 /// Reader of one data-parallel rank; see the module documentation.
@@ -145,7 +145,11 @@ impl RankReader {
         match incoming {
             SocketMessage::Message(seq, payload) => {
                 self.last_sign = Instant::now();
+                let told = self.stream.told();
                 self.with_stream(|stream, around| stream.replayed(seq, &payload, around));
+                if self.stream.told() != told {
+                    self.pause = PAUSES.0;
+                }
                 self.shown.newest_seq = self.shown.newest_seq.max(Some(seq));
             }
             SocketMessage::End => {

@@ -240,15 +240,45 @@ fn read(log: &Arc<Log>) {
 }
 
 /// Returns message number `seq`, with one block that begins a prompt.
-fn message(seq: u8) -> Bytes {
-    let mut bytes = b"\x92\xa1a\x91\x95\xabBlockStored\x91".to_vec();
-    bytes.extend([100 + seq, 0xc0, 0x92, seq, seq, BLOCK as u8]);
+fn message(seq: u32) -> Bytes {
+    let mut bytes = b"\x92\xa1a\x91\x95\xabBlockStored".to_vec();
+    let number = [&[0xce][..], &seq.to_be_bytes()].concat();
+    for part in [b"\x91", &number[..], b"\xc0\x92", &number, &number] {
+        bytes.extend(part);
+    }
+    bytes.push(BLOCK as u8);
     bytes.into()
 }
 
+/// Queue of a ROUTER socket with libzmq's default high-water mark. It drops what exceeds 1,000
+/// messages, and learns in steps of 500 how many have left.
+struct RouterQueue {
+    /// Messages that leave while 100 are sent.
+    speed: u64,
+    taken: u64,
+    /// Hundredths of messages that have left.
+    left: u64,
+}
+
+impl RouterQueue {
+    fn new(speed: u64) -> Self {
+        let (taken, left) = (0, 0);
+        Self { speed, taken, left }
+    }
+
+    /// Whether the next message enters the queue. Otherwise it is dropped.
+    fn takes(&mut self) -> bool {
+        self.left = (self.left + self.speed).min(self.taken * 100);
+        let known_left = self.left / 100 / 500 * 500;
+        let has_room = self.taken - known_left < 1000;
+        self.taken += u64::from(has_room);
+        has_room
+    }
+}
+
 /// Starts an engine that has published `messages` messages, and returns the ports of its two
-/// sockets.
-async fn engine(messages: u8) -> (u16, u16) {
+/// sockets. `speed` is that of its ROUTER's queue; 100 drops nothing.
+async fn engine(messages: u32, speed: u64) -> (u16, u16) {
     let events = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let replay = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let ports = [&events, &replay].map(|it| it.local_addr().unwrap().port());
@@ -269,13 +299,17 @@ async fn engine(messages: u8) -> (u16, u16) {
                 .unwrap();
             let asked = peer.receive().await.unwrap();
             let from = u64::from_be_bytes(asked.last().unwrap()[..].try_into().unwrap());
-            for seq in (0..messages).filter(|seq| u64::from(*seq) >= from) {
-                let number = u64::from(seq).to_be_bytes();
-                peer.send(&[b"", b"", &number, &message(seq)])
-                    .await
-                    .unwrap();
+            let mut queue = RouterQueue::new(speed);
+            let has = (0..messages).filter(|seq| u64::from(*seq) >= from);
+            let has = has.map(|seq| (u64::from(seq), message(seq)));
+            for (number, payload) in has.chain([(u64::MAX, Bytes::new())]) {
+                let frames = [b"", b"", &number.to_be_bytes()[..], &payload];
+                if queue.takes() && peer.send(&frames).await.is_err() {
+                    break;
+                }
             }
-            peer.send(&[b"", b"", &[0xff; 8], b""]).await.unwrap();
+            // The peer leaves.
+            while peer.receive().await.is_ok() {}
         }
     });
     (ports[0], ports[1])
@@ -315,7 +349,7 @@ async fn an_unreachable_publisher_degrades_exact_mode() {
 async fn a_lost_proposal_is_sent_again() {
     let log = Log::new();
     *log.to_lose.lock().unwrap() = Some(1);
-    let (events, replay) = engine(3).await;
+    let (events, replay) = engine(3, 100).await;
     log.add(events, replay);
     read(&log);
     log.until(|it| it == KvCondition::EXACT).await;
@@ -323,10 +357,31 @@ async fn a_lost_proposal_is_sent_again() {
     assert_eq!(log.state.lock().unwrap().owned_blocks(Slot(0)), 3);
 }
 
+/// Twenty fresh starts on engines whose ROUTER sockets drop different parts of each replay.
+#[tokio::test]
+async fn replays_of_5000_messages_end_exact_although_the_engine_drops_some() {
+    const MESSAGES: u32 = 5000;
+    let drops = |speed| {
+        let mut queue = RouterQueue::new(speed);
+        (0..=MESSAGES).filter(|_| !queue.takes()).count()
+    };
+    let starts = (42..).step_by(2).take(20).map(async |speed| {
+        assert!(drops(speed) > 100, "{} at {speed}", drops(speed));
+        let log = Log::new();
+        let (events, replay) = engine(MESSAGES, speed).await;
+        log.add(events, replay);
+        read(&log);
+        log.until(|it| it == KvCondition::EXACT).await;
+        let state = log.state.lock().unwrap();
+        assert_eq!(state.owned_blocks(Slot(0)), u64::from(MESSAGES));
+    });
+    futures_util::future::join_all(starts).await;
+}
+
 #[tokio::test]
 async fn a_fixed_refusal_ends_with_the_next_reader() {
     let log = Log::new();
-    let (events, replay) = engine(2).await;
+    let (events, replay) = engine(2, 100).await;
     let backend = log.add(events, replay);
     let refusal = KvRejection::BlockSize {
         engine: BLOCK,
@@ -342,7 +397,7 @@ async fn a_fixed_refusal_ends_with_the_next_reader() {
 #[tokio::test]
 async fn unconfirmed_blocks_fade_in_an_idle_cluster() {
     let log = Log::new();
-    let (events, replay) = engine(1).await;
+    let (events, replay) = engine(1, 100).await;
     let backend = log.add(events, replay);
     read(&log);
     log.until(|it| it == KvCondition::EXACT).await;

@@ -9,14 +9,21 @@
 //! - A replay begins with the last message reported. If that number now has another message, or the
 //!   replay ends before it, the engine has restarted, and the new run is reported from its
 //!   beginning.
-//! - Messages that the engine no longer repeats are lost. The next message reports the loss, and
-//!   the state is incomplete from there on.
+//! - A ROUTER socket drops what exceeds its queue, so a replay may lack any message but its first
+//!   ones, and even its end marker. A hole is requested again for as long as each replay brings a
+//!   new message. A replay that ended after a new message is followed by another, because the engine
+//!   may have dropped the rest, unless the subscription has come that far.
+//! - Messages that the engine no longer repeats are lost: the first one of a replay is later than
+//!   the one requested, or a replay does not bring the first missing one. The next message reports
+//!   the loss, and the state is incomplete from there on.
 //! - A connection may break without a trace, and a publisher drops what a slow subscriber does not
 //!   fetch. The newest number is therefore requested after each connect and after each period of
 //!   silence.
 
 mod blocks;
 mod replay;
+#[cfg(test)]
+mod replay_tests;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +37,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 pub use blocks::HashIdentity;
 use blocks::{PublishedBlocks, UnusableEventsError};
+use replay::ReplayReach;
 
 use crate::engines::kv_transport::wire;
 
@@ -115,9 +123,8 @@ enum StreamPhase {
     Detached,
     /// A replay is in progress or due.
     Replaying {
-        /// Whether the last message reported has been repeated, or none was reported.
-        is_verified: bool,
-        /// Number of failed attempts at the replay so far.
+        reach: ReplayReach,
+        /// Number of attempts at the replay that failed since the last new message.
         attempts: u32,
     },
     /// The stream is up to date, as far as is known.
@@ -134,6 +141,8 @@ pub struct EventStream {
     held: BTreeMap<u64, Bytes>,
     held_bytes: usize,
     marks: VecDeque<(u64, u64)>,
+    /// First missing message when a hole was last requested.
+    missing: Option<u64>,
     blocks: PublishedBlocks,
     /// Why newer messages may exist; `None` if nothing is missing. A stream begins in doubt.
     doubt: Option<KvUncertainty>,
@@ -160,6 +169,7 @@ impl EventStream {
             held: BTreeMap::new(),
             held_bytes: 0,
             marks: run.and_then(|run| run.last).into_iter().collect(),
+            missing: None,
             blocks: PublishedBlocks::new(identity),
             doubt: Some(KvUncertainty::Handover),
             refusal: None,
@@ -289,13 +299,17 @@ impl EventStream {
             }
         } else if seq < next && self.marks.contains(&(seq, mark)) {
             self.counts.repeats += 1;
-        } else if self.has_replay {
-            if seq > next {
-                self.counts.gaps += 1;
-            }
+        } else if self.has_replay && seq < next {
+            // The engine may have restarted.
             self.doubt(KvUncertainty::Gap);
             self.hold(seq, payload);
             self.ask(0);
+        } else if self.has_replay {
+            if self.ask_for_missing() {
+                self.hold(seq, payload);
+            } else {
+                self.tell_message(seq, mark, &payload, true, around);
+            }
         } else if seq > next || seq == 0 || self.is_another(seq, mark) {
             self.counts.gaps += 1;
             self.begin(seq, mark, &payload, around);
@@ -325,10 +339,16 @@ impl EventStream {
         self.held_bytes = 0;
     }
 
+    /// Follows the held messages. A replay has shown that those with earlier numbers are of the
+    /// followed run.
     fn release_held(&mut self, around: &StreamContext<'_>) {
         for (seq, payload) in std::mem::take(&mut self.held) {
             self.held_bytes -= payload.len();
-            self.live(seq, payload, around);
+            if seq < self.next() {
+                self.counts.repeats += 1;
+            } else {
+                self.live(seq, payload, around);
+            }
         }
     }
 
@@ -338,7 +358,6 @@ impl EventStream {
         if seq == 0 {
             self.tell(KvUpdate::Begin);
         }
-        self.verified();
         self.tell_message(seq, mark, payload, seq > 0, around);
     }
 
@@ -355,6 +374,7 @@ impl EventStream {
             last: None,
         });
         self.marks.clear();
+        self.missing = None;
         self.blocks.forget();
         self.refusal = None;
         // A run counts as caught up only once that fact is reported.

@@ -6,55 +6,74 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{EventStream, StreamContext, StreamEffect, StreamPhase};
 
-/// Number of consecutive failed replays after which their messages count as lost.
+/// Number of consecutive failed replays without a new message after which the missing ones count as
+/// lost.
 pub(super) const REPLAY_ATTEMPTS_MAX: u32 = 5;
+
+/// How far a replay has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum ReplayReach {
+    /// It has brought nothing.
+    Nothing,
+    /// It has repeated messages before the last one reported.
+    Earlier,
+    /// It has repeated the last one, or none was reported.
+    Last,
+    /// It has brought new messages.
+    New,
+}
 
 impl EventStream {
     /// Handles a message from a replay.
     pub fn replayed(&mut self, seq: u64, payload: &Bytes, around: &StreamContext<'_>) {
-        let StreamPhase::Replaying { is_verified, .. } = self.phase else {
+        let StreamPhase::Replaying { reach, attempts } = self.phase else {
             return;
         };
-        let mark = xxh3_64(payload);
-        let Some(run) = self.run else {
-            self.begin(seq, mark, payload, around);
-            return;
-        };
-        let Some((last, last_mark)) = run.last else {
-            match seq {
-                0 => self.tell_message(seq, mark, payload, false, around),
-                _ => self.begin(seq, mark, payload, around),
-            }
-            self.verified();
-            return;
-        };
-        if seq <= last {
-            if self.is_another(seq, mark) || (seq == last && mark != last_mark) {
+        let (mark, next) = (xxh3_64(payload), self.next());
+        if seq < next {
+            if self.is_another(seq, mark) {
                 self.start_over();
-            } else {
-                self.blocks.learn_groups(payload);
-                if seq == last {
-                    self.verified();
-                }
+                return;
             }
-        } else if !is_verified {
-            // The engine only repeats later messages, so they cannot be matched to this run.
-            self.begin(seq, mark, payload, around);
-        } else {
-            let is_after_loss = seq > run.next();
-            self.tell_message(seq, mark, payload, is_after_loss, around);
+            self.blocks.learn_groups(payload);
+            let reach = reach.max(match seq.saturating_add(1) == next {
+                true => ReplayReach::Last,
+                false => ReplayReach::Earlier,
+            });
+            self.phase = StreamPhase::Replaying { reach, attempts };
+            return;
         }
+        let has_last = self.run.is_some_and(|run| run.last.is_some());
+        let is_same_run = self.run.is_some() && reach >= ReplayReach::Last;
+        if is_same_run && seq == next {
+            self.tell_message(seq, mark, payload, false, around);
+        } else if has_last && reach > ReplayReach::Nothing && self.ask_for_missing() {
+            return;
+        } else if has_last && is_same_run {
+            self.tell_message(seq, mark, payload, true, around);
+        } else {
+            // The engine repeats only later messages, so they cannot be matched to this run.
+            self.begin(seq, mark, payload, around);
+        }
+        self.phase = StreamPhase::Replaying {
+            reach: ReplayReach::New,
+            attempts: 0,
+        };
     }
 
     /// Handles the end of a replay.
     pub fn replay_ended(&mut self, around: &StreamContext<'_>) {
-        let StreamPhase::Replaying { is_verified, .. } = self.phase else {
+        let StreamPhase::Replaying { reach, .. } = self.phase else {
             return;
         };
         match self.run {
             None => self.begin_empty(around),
-            Some(_) if !is_verified => {
+            Some(_) if reach < ReplayReach::Last => {
                 self.start_over();
+                return;
+            }
+            Some(_) if reach == ReplayReach::New && !self.has_live_joined() => {
+                self.ask(0);
                 return;
             }
             Some(_) => {}
@@ -66,9 +85,15 @@ impl EventStream {
 
     /// Handles a failed replay by requesting another one. The caller waits longer each time.
     pub fn replay_failed(&mut self, around: &StreamContext<'_>) {
-        let StreamPhase::Replaying { attempts, .. } = self.phase else {
+        let StreamPhase::Replaying { reach, attempts } = self.phase else {
             return;
         };
+        let is_same_run = self.run.is_some() && reach >= ReplayReach::Last;
+        if is_same_run && self.held.contains_key(&self.next()) {
+            // The subscription continues where the replay stopped.
+            self.replay_ended(around);
+            return;
+        }
         let attempts = attempts + 1;
         if attempts >= REPLAY_ATTEMPTS_MAX {
             self.doubt(KvUncertainty::Unreachable);
@@ -94,17 +119,38 @@ impl EventStream {
         let last = self.run.and_then(|run| run.last);
         let from = last.map_or(0, |(seq, _)| seq.saturating_sub(recall));
         self.phase = StreamPhase::Replaying {
-            is_verified: last.is_none(),
+            reach: match last {
+                Some(_) => ReplayReach::Nothing,
+                None => ReplayReach::Last,
+            },
             attempts: 0,
         };
         self.counts.replays += 1;
         self.effects.push(StreamEffect::Replay { from });
     }
 
-    pub(super) fn verified(&mut self) {
-        if let StreamPhase::Replaying { is_verified, .. } = &mut self.phase {
-            *is_verified = true;
+    /// Requests the missing messages behind the last one reported. Returns false if they were
+    /// requested before and not one came: they are lost.
+    pub(super) fn ask_for_missing(&mut self) -> bool {
+        let next = self.next();
+        if self.missing.replace(next) == Some(next) {
+            return false;
         }
+        self.counts.gaps += 1;
+        self.doubt(KvUncertainty::Gap);
+        self.ask(0);
+        true
+    }
+
+    /// Whether the subscription has come as far as the reports.
+    fn has_live_joined(&self) -> bool {
+        let newest = self.held.last_key_value();
+        newest.is_some_and(|(seq, _)| seq.saturating_add(1) >= self.next())
+    }
+
+    /// Returns the number of the first message that was not reported.
+    pub(super) fn next(&self) -> u64 {
+        self.run.map_or(0, |run| run.next())
     }
 
     /// Starts over after a restart of the engine: held messages may be from either run.

@@ -11,19 +11,19 @@ use crate::kv_events::fixtures;
 use crate::prompt::{TokenScope, chain_of_tokens};
 
 /// Tokens per block in the messages of these tests.
-const BLOCK: u32 = 2;
+pub(super) const BLOCK: u32 = 2;
 
 /// The state of a publisher's cache that a cluster derives from the reports.
 #[derive(Default)]
-struct View {
-    publisher: u64,
-    last: Option<u64>,
-    is_current: bool,
+pub(super) struct View {
+    pub(super) publisher: u64,
+    pub(super) last: Option<u64>,
+    pub(super) is_current: bool,
     /// Number of copies of each block.
-    copies: HashMap<EngineHash, u32>,
+    pub(super) copies: HashMap<EngineHash, u32>,
     /// First engine hash of each block.
     names: BTreeMap<BlockHash, EngineHash>,
-    story: String,
+    pub(super) story: String,
 }
 
 impl View {
@@ -102,13 +102,13 @@ impl View {
 }
 
 /// A stream, the cluster's view of it, and its requests for replays.
-struct Table {
-    stream: EventStream,
-    view: View,
-    asked: Option<u64>,
+pub(super) struct Table {
+    pub(super) stream: EventStream,
+    pub(super) view: View,
+    pub(super) asked: Option<u64>,
 }
 
-fn identity(block_size: u32) -> HashIdentity {
+pub(super) fn identity(block_size: u32) -> HashIdentity {
     HashIdentity {
         hashing: 7.into(),
         model: "tiny".to_owned(),
@@ -118,7 +118,7 @@ fn identity(block_size: u32) -> HashIdentity {
 }
 
 impl Table {
-    fn new(stream: EventStream) -> Self {
+    pub(super) fn new(stream: EventStream) -> Self {
         Self {
             stream,
             view: View::default(),
@@ -126,11 +126,14 @@ impl Table {
         }
     }
 
-    fn fresh() -> Self {
+    pub(super) fn fresh() -> Self {
         Self::new(EventStream::new(identity(BLOCK), true, None))
     }
 
-    fn act(&mut self, act: impl FnOnce(&mut EventStream, &StreamContext<'_>)) -> &mut Self {
+    pub(super) fn act(
+        &mut self,
+        act: impl FnOnce(&mut EventStream, &StreamContext<'_>),
+    ) -> &mut Self {
         let around = StreamContext {
             now_ms: 1000,
             known: &|_| None,
@@ -148,11 +151,11 @@ impl Table {
         self
     }
 
-    fn connect(&mut self) -> &mut Self {
+    pub(super) fn connect(&mut self) -> &mut Self {
         self.act(|stream, _| stream.connected())
     }
 
-    fn live(&mut self, run: &str, seqs: impl IntoIterator<Item = u64>) -> &mut Self {
+    pub(super) fn live(&mut self, run: &str, seqs: impl IntoIterator<Item = u64>) -> &mut Self {
         for seq in seqs {
             self.act(|stream, around| stream.live(seq, message(run, seq), around));
         }
@@ -178,7 +181,7 @@ impl Table {
     }
 
     #[track_caller]
-    fn check(&mut self, story: &str) -> &mut Self {
+    pub(super) fn check(&mut self, story: &str) -> &mut Self {
         assert_eq!(std::mem::take(&mut self.view.story).trim_end(), story);
         self
     }
@@ -214,14 +217,14 @@ fn payload(run: &str, events: u32, write: impl FnOnce(&mut Vec<u8>)) -> Bytes {
 }
 
 /// Returns message number `seq` of `run`, with one block that begins a prompt.
-fn message(run: &str, seq: u64) -> Bytes {
+pub(super) fn message(run: &str, seq: u64) -> Bytes {
     let token = u32::try_from(seq).unwrap();
     payload(run, 1, |bytes| {
         stored(bytes, 100 + seq, None, [token, token]);
     })
 }
 
-fn position(run: &str, seq: u64) -> KvPosition {
+pub(super) fn position(run: &str, seq: u64) -> KvPosition {
     KvPosition {
         rank: 0,
         publisher: 5,
@@ -234,7 +237,7 @@ fn the_cluster_learns_which_parent_of_a_block_the_reader_does_not_know() {
     let child = payload("a", 1, |bytes| stored(bytes, 50, Some(7), [8, 8]));
     let mut table = Table::fresh();
     table.connect().answer("a", 0..1);
-    table.check("[ask 0] begin 0 current");
+    table.check("[ask 0] begin 0 [ask 0] current");
     table.act(|stream, around| stream.live(1, child, around));
     table.check("1 without-child-of-7");
 }
@@ -246,7 +249,7 @@ fn a_parent_is_remembered_while_65536_further_blocks_arrive() {
     table
         .connect()
         .answer("a", 0..1)
-        .check("[ask 0] begin 0 current");
+        .check("[ask 0] begin 0 [ask 0] current");
     let others = |seq: u64| {
         payload("a", EACH, |bytes| {
             for token in 0..EACH {
@@ -287,7 +290,7 @@ fn a_fresh_engines_events_are_read_from_the_start() {
     table
         .connect()
         .answer("a", 0..3)
-        .check("[ask 0] begin 0 1 2 current");
+        .check("[ask 0] begin 0 1 2 [ask 2] current");
     assert_eq!(table.view.copies.len(), 3);
 }
 
@@ -297,7 +300,7 @@ fn an_engine_without_its_first_events_is_a_loss() {
     table
         .connect()
         .answer("a", 4..6)
-        .check("[ask 0] lost 4 5 current");
+        .check("[ask 0] lost 4 5 [ask 5] current");
     assert_eq!(table.stream.counts().losses, 1);
 }
 
@@ -313,14 +316,14 @@ fn messages_during_a_replay_are_buffered_and_not_repeated() {
 fn repeats_are_dropped() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..2).live("a", [2, 2, 1, 3]);
-    table.check("[ask 0] begin 0 1 current 2 3");
+    table.check("[ask 0] begin 0 1 [ask 1] current 2 3");
 }
 
 #[test]
 fn a_gap_is_replayed_from_the_last_message() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..2).live("a", [2, 5]);
-    table.check("[ask 0] begin 0 1 current 2 gap [ask 2]");
+    table.check("[ask 0] begin 0 1 [ask 1] current 2 gap [ask 2]");
     table.answer("a", 0..6).check("3 4 5 current");
     assert!(table.view.is_current);
     assert_eq!(table.view.copies.len(), 6);
@@ -330,7 +333,7 @@ fn a_gap_is_replayed_from_the_last_message() {
 fn reordered_messages_are_delivered_in_order() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..1).live("a", [2, 1, 3]);
-    table.check("[ask 0] begin 0 current gap [ask 0]");
+    table.check("[ask 0] begin 0 [ask 0] current gap [ask 0]");
     table.answer("a", 0..4).check("1 2 3 current");
 }
 
@@ -338,7 +341,7 @@ fn reordered_messages_are_delivered_in_order() {
 fn messages_missing_from_the_replay_are_lost() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..2).live("a", [20]);
-    table.check("[ask 0] begin 0 1 current gap [ask 1]");
+    table.check("[ask 0] begin 0 1 [ask 1] current gap [ask 1]");
     table.answer("a", 15..21);
     table.check("lost 15 16 17 18 19 20 current");
     assert_eq!(table.view.copies.len(), 6);
@@ -351,7 +354,7 @@ fn an_unavailable_replay_becomes_a_loss() {
         .connect()
         .answer("a", 0..2)
         .live("a", [4, 5])
-        .check("[ask 0] begin 0 1 current gap [ask 1]");
+        .check("[ask 0] begin 0 1 [ask 1] current gap [ask 1]");
     for _ in 1..REPLAY_ATTEMPTS_MAX {
         table.act(EventStream::replay_failed).check("[ask 1]");
     }
@@ -364,8 +367,10 @@ fn an_unavailable_replay_becomes_a_loss() {
 fn falling_sequence_numbers_indicate_a_restart() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..5).live("b", [0]);
-    table.check("[ask 0] begin 0 1 2 3 4 current gap [ask 4]");
-    table.answer("b", 0..2).check("[ask 0] begin 0 1 current");
+    table.check("[ask 0] begin 0 1 2 3 4 [ask 4] current gap [ask 4]");
+    table
+        .answer("b", 0..2)
+        .check("[ask 0] begin 0 1 [ask 1] current");
     assert_eq!(table.view.copies.len(), 2);
     assert_eq!(table.stream.counts().runs, 2);
 }
@@ -378,7 +383,7 @@ fn a_restart_during_a_disconnect_is_detected_by_the_mark() {
         let mut table = Table::fresh();
         table.connect().answer("a", 0..5);
         table.act(|stream, _| stream.disconnected());
-        table.check("[ask 0] begin 0 1 2 3 4 current unreachable");
+        table.check("[ask 0] begin 0 1 2 3 4 [ask 4] current unreachable");
         table.connect().answer("b", has.clone());
         assert!(
             table.view.story.contains("begin"),
@@ -400,7 +405,7 @@ fn the_next_reader_continues_at_the_last_position() {
     table.view.publisher = 5;
     table.view.last = Some(80);
     table.connect().check("[ask 16]");
-    table.answer("a", 10..83).check("81 82 current");
+    table.answer("a", 10..83).check("81 82 [ask 82] current");
     let mut table = Table::new(EventStream::new(
         identity(BLOCK),
         true,
@@ -418,7 +423,7 @@ fn a_check_of_a_silent_stream_restores_exact_mode() {
     table
         .connect()
         .answer("a", 0..2)
-        .check("[ask 0] begin 0 1 current");
+        .check("[ask 0] begin 0 1 [ask 1] current");
     table
         .act(|stream, _| stream.check(false))
         .answer("a", 0..2)
@@ -427,7 +432,7 @@ fn a_check_of_a_silent_stream_restores_exact_mode() {
     table
         .act(|stream, _| stream.check(false))
         .answer("a", 0..4)
-        .check("[ask 1] 2 3");
+        .check("[ask 1] 2 3 [ask 3]");
     table
         .act(|stream, _| stream.check(true))
         .answer("a", 0..4)
@@ -444,7 +449,7 @@ fn a_restarted_reader_reports_degraded_mode() {
     (table.view.publisher, table.view.last) = (5, Some(1));
     table.act(|stream, _| stream.object()).check("handover");
     table.connect().answer("a", 0..3);
-    table.check("[ask 0] 2 current");
+    table.check("[ask 0] 2 [ask 2] current");
     table.act(|stream, _| stream.object()).check("");
 }
 
@@ -452,7 +457,7 @@ fn a_restarted_reader_reports_degraded_mode() {
 fn a_run_followed_again_has_a_later_publisher_id() {
     let mut table = Table::new(EventStream::anew(identity(BLOCK), true, 5_000));
     table.connect().answer("a", 0..2);
-    table.check("[ask 0] begin 0 1 current");
+    table.check("[ask 0] begin 0 1 [ask 1] current");
     assert_eq!(table.view.publisher, 5_001);
 }
 
