@@ -73,14 +73,15 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
             return (check, ListedModels::default());
         }
     };
-    // Field names of vLLM, Dynamo and llama.cpp.
+    // Field names of vLLM, Dynamo and llama.cpp. 0 says that the engine does not know the length.
     let length = |model: &Value| {
         let told = [
             &model["max_model_len"],
             &model["context_window"],
             &model["meta"]["n_ctx"],
         ];
-        told.into_iter().find_map(Value::as_u64)
+        let mut told = told.into_iter().filter_map(Value::as_u64);
+        told.find(|tokens| *tokens > 0)
     };
     let name = |model: &Value| {
         let id = model["id"].as_str().unwrap_or("?");

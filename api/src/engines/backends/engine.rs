@@ -244,13 +244,15 @@ struct ListedModel {
 }
 
 /// Returns the maximum context length in tokens, whichever field contains it; `None` if none does.
+/// 0 says that the engine does not know it, as in the list of Dynamo's mocker.
 fn model_length(listed: &ListedModel) -> Option<u64> {
     let names = [
         &listed.max_model_len,
         &listed.context_window,
         &listed.meta["n_ctx"],
     ];
-    names.into_iter().find_map(Value::as_u64)
+    let mut told = names.into_iter().filter_map(Value::as_u64);
+    told.find(|tokens| *tokens > 0)
 }
 
 /// Maximum length of each text in a model's entry, and of its permissions, in bytes.
@@ -489,7 +491,9 @@ mod tests {
             r#"{{"data":[{{"id":"a","root":"org/a","parent":null,"max_model_len":4096,"permission":[{{"id":"p"}}]}},
             {{"id":"b","root":7,"parent":"a","max_model_len":"long","permission":["{long}"]}},
             {{"id":"c","owned_by":"nvidia","context_window":8192}},
-            {{"id":"d","owned_by":"llamacpp","meta":{{"n_ctx":4096,"n_ctx_train":32768}}}}]}}"#
+            {{"id":"d","owned_by":"llamacpp","meta":{{"n_ctx":4096,"n_ctx_train":32768}}}},
+            {{"id":"e","owned_by":"nvidia","context_window":0}},
+            {{"id":"f","max_model_len":0,"context_window":512}}]}}"#
         );
         let models = read_models(body.as_bytes()).unwrap();
         assert_eq!(models[0].root.as_deref(), Some("org/a"));
@@ -500,6 +504,8 @@ mod tests {
         assert_eq!(models[1].permission, None);
         assert_eq!(models[2].max_model_len, Some(8192));
         assert_eq!(models[3].max_model_len, Some(4096));
+        assert_eq!(models[4].max_model_len, None);
+        assert_eq!(models[5].max_model_len, Some(512));
     }
 
     #[test]
