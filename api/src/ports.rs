@@ -207,6 +207,7 @@ pub struct MemberStatus {
     /// what it has applied. `null` if it is not heard.
     pub lag: Option<u64>,
     /// Lead of the member's wall clock over this replica's, in milliseconds. `null` for this
-    /// replica and for members that are not heard.
+    /// replica, for members that are not heard, and while the delay of messages may explain why a
+    /// clock looks late.
     pub clock_skew_ms: Option<i64>,
 }

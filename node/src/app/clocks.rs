@@ -9,8 +9,10 @@
 //! clock.
 //!
 //! A clock reading is as old as its message was in transit, so of the messages of the last one or
-//! two seconds, the fastest one counts. Replicated time follows the stamps, see
-//! `state/src/machine/time.rs`.
+//! two seconds, the fastest one counts. A delay only makes a clock look late: a skew ahead is
+//! certain, and one behind counts only if no message of ten seconds was faster. Until then, the
+//! skew is unknown.
+//! Replicated time follows the stamps, see `state/src/machine/time.rs`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -28,6 +30,9 @@ const STRETCH: Duration = Duration::from_secs(1);
 /// Maximum time after the start that a replica waits for the others' clocks before it stamps
 /// commands.
 const ASKING: Duration = Duration::from_secs(1);
+/// Time for which a clock must look late before its skew is known: a busy host can delay each
+/// message of several seconds.
+const LATE: Duration = Duration::from_secs(10);
 /// Skew above which a warning about a clock is logged, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;
 
@@ -50,12 +55,22 @@ struct PeerClock {
     before_ms: i64,
     stretch: Instant,
     heard: Instant,
+    /// Since when the clock looks late by more than [`SKEW_MS_MAX`].
+    late_since: Option<Instant>,
     is_skewed: bool,
 }
 
 impl PeerClock {
     fn offset_ms(&self) -> i64 {
         self.offset_ms.max(self.before_ms)
+    }
+
+    /// Returns how far the clock is ahead of the one with the offset `own_ms`, in milliseconds;
+    /// `None` if it is unknown, because the delay of messages may explain it.
+    fn skew_ms(&self, own_ms: i64) -> Option<i64> {
+        let skew_ms = self.offset_ms().saturating_sub(own_ms);
+        let is_proven = || self.late_since.is_some_and(|since| since.elapsed() >= LATE);
+        (!is_late(skew_ms) || is_proven()).then_some(skew_ms)
     }
 }
 
@@ -105,6 +120,7 @@ impl ClusterClocks {
             before_ms: told_ms,
             stretch: now,
             heard: now,
+            late_since: None,
             is_skewed: false,
         });
         let age = now.duration_since(known.stretch);
@@ -115,12 +131,17 @@ impl ClusterClocks {
         }
         known.offset_ms = known.offset_ms.max(told_ms);
         known.heard = now;
-        let skew_ms = known.offset_ms().saturating_sub(self.own_offset_ms());
-        let is_skewed = skew_ms.unsigned_abs() > SKEW_MS_MAX;
-        if std::mem::replace(&mut known.is_skewed, is_skewed) != is_skewed {
-            if is_skewed {
+        let own_ms = self.own_offset_ms();
+        known.late_since = match is_late(known.offset_ms().saturating_sub(own_ms)) {
+            true => known.late_since.or(Some(now)),
+            false => None,
+        };
+        if let Some(skew_ms) = known.skew_ms(own_ms) {
+            let is_skewed = skew_ms.unsigned_abs() > SKEW_MS_MAX;
+            let was_skewed = std::mem::replace(&mut known.is_skewed, is_skewed);
+            if is_skewed && !was_skewed {
                 tracing::warn!(peer, skew_ms, "peer's clock differs from this replica's");
-            } else {
+            } else if was_skewed && !is_skewed {
                 tracing::info!(
                     peer,
                     skew_ms,
@@ -138,12 +159,13 @@ impl ClusterClocks {
         self.settle(&peers);
     }
 
-    /// Returns how far each peer's clock is ahead of this replica's own, in milliseconds.
+    /// Returns how far each peer's clock is ahead of this replica's own, in milliseconds, as far as
+    /// it is known.
     pub(super) fn skews_ms(&self) -> BTreeMap<u8, i64> {
         let own_ms = self.own_offset_ms();
         let peers = self.peers();
-        let skew_ms = |peer: &PeerClock| peer.offset_ms().saturating_sub(own_ms);
-        peers.iter().map(|(id, it)| (*id, skew_ms(it))).collect()
+        let known = |(id, peer): (&u8, &PeerClock)| Some((*id, peer.skew_ms(own_ms)?));
+        peers.iter().filter_map(known).collect()
     }
 
     fn settle(&self, peers: &BTreeMap<u8, PeerClock>) {
@@ -177,6 +199,11 @@ fn median(sorted: &[i64], before: i64) -> i64 {
     } else {
         high
     }
+}
+
+/// Whether a clock with this skew looks late by more than [`SKEW_MS_MAX`].
+fn is_late(skew_ms: i64) -> bool {
+    skew_ms.saturating_add_unsigned(SKEW_MS_MAX) < 0
 }
 
 fn signed(unix_ms: u64) -> i64 {
@@ -230,7 +257,39 @@ mod tests {
         assert_eq!(turn(2000, [-day, 3]).await, 0);
         error_ms.store(day, Ordering::Relaxed);
         assert_eq!(turn(2000, [0, 5]).await, 5, "the own one is one of them");
+        for _ in 0..5 {
+            assert!(
+                !clocks.skews_ms().contains_key(&3),
+                "its messages may be late"
+            );
+            assert_eq!(turn(2000, [0, 5]).await, 5);
+        }
         assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, -day), (3, 5 - day)]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_a_clock_that_stays_late_counts_as_skewed() {
+        let (clocks, _) = clocks();
+        let is_skewed = || clocks.peers()[&2].is_skewed;
+        // Every message takes 1.7 s for as long as the host is busy.
+        for second in 1..=8 {
+            pass(1000).await;
+            clocks.heard(2, START_MS + second * 1000 - 1700);
+            assert!(clocks.skews_ms().is_empty() && !is_skewed());
+        }
+        pass(1000).await;
+        clocks.heard(2, START_MS + 9000);
+        assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, 0)]));
+        // A late clock is late in every message, an early one is wrong in the first.
+        for second in 10..=22 {
+            pass(1000).await;
+            clocks.heard(2, START_MS + second * 1000 - 1700);
+        }
+        assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, -1700)]));
+        assert!(is_skewed());
+        pass(1000).await;
+        clocks.heard(2, START_MS + 23_000 + 1700);
+        assert_eq!(clocks.skews_ms(), BTreeMap::from([(2, 1700)]));
     }
 
     #[tokio::test(start_paused = true)]
