@@ -2,7 +2,7 @@
 
 use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
 use crate::kv_events::followed::FollowedBackends;
-use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvReason, KvUpdate};
+use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvReason, KvUncertainty, KvUpdate};
 use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
 
 struct EventFixture {
@@ -133,4 +133,46 @@ fn a_backend_uses_leases_when_owned_blocks_are_full() {
     assert_eq!(fixture.shown(), (KvMode::Exact, None, 3));
     fixture.store(&[4], false);
     assert_eq!(fixture.shown(), FULL);
+}
+
+/// While a replay brings an engine's past, its blocks stand beside those known from leases. The sum
+/// can exceed the engine's capacity, because the removals are still to come.
+#[test]
+fn leased_blocks_add_to_replayed_ones_until_all_are_replayed() {
+    let mut fixture = EventFixture::new(1000, 1000, OWNED_BLOCKS_MAX);
+    fixture.ownership.set_capacity(Slot(0), Some(256));
+    fixture.tell(0, KvUpdate::Doubt(KvUncertainty::Gap));
+    let chain: Vec<_> = (1000..1198).map(BlockHash).collect();
+    let lease = fixture.ownership.acquire(Slot(0), None, &chain);
+    fixture
+        .ownership
+        .release(lease.expect("no tip is named"), true);
+    let tip = chain.last().copied();
+    let EventFixture {
+        exact, ownership, ..
+    } = &mut fixture;
+    exact.released(Slot(0), tip, ownership, 0);
+    let blocks = (0..256).map(|name| KvEvent::Stored {
+        parent: None,
+        blocks: vec![(EngineHash(name), BlockHash(name))],
+    });
+    fixture.tell(
+        0,
+        KvUpdate::Message(KvMessage {
+            seq: 0,
+            mark: 0,
+            part: 0,
+            is_last: true,
+            is_after_loss: false,
+            events: blocks.collect(),
+        }),
+    );
+    let gap = Some(KvReason::Doubt(KvUncertainty::Gap));
+    for now_ms in [0, 12_000] {
+        fixture.exact.fade(&mut fixture.ownership, now_ms);
+        assert_eq!(fixture.shown(), (KvMode::Degraded, gap, 454));
+    }
+    fixture.tell(0, KvUpdate::Current { seq: Some(0) });
+    fixture.exact.fade(&mut fixture.ownership, 12_000);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 256));
 }
