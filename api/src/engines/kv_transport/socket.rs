@@ -31,7 +31,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_
 const REPLAY_SILENCE_MAX: Duration = Duration::from_secs(3);
 /// Maximum silence of an engine within a replay. A ROUTER socket drops what exceeds its queue, even
 /// the message that ends the replay.
-const REPLAY_PAUSE_MAX: Duration = Duration::from_secs(1);
+const REPLAY_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// Message number that ends a replay.
 const REPLAY_END: u64 = u64::MAX;
 
