@@ -1,6 +1,7 @@
 //! Runs the product's own readers of KV events over simulated sockets: connections break with or
-//! without an error, messages are lost or duplicated, and replays end too soon.
+//! without an error, messages are lost or duplicated, and replays have holes and end too soon.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,6 +23,9 @@ const KIND: u64 = 5;
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Pause before a subscriber dials an engine again.
 const DIAL_EVERY: Duration = Duration::from_millis(60);
+/// Number of messages of a replay that are never dropped: the queue of an engine's ROUTER socket.
+/// Far shorter than a real one, as the replays are.
+const ROUTER_QUEUE: u64 = 12;
 /// Time after which a replay from an engine that does not respond fails.
 const SILENCE: Duration = Duration::from_secs(3);
 
@@ -169,7 +173,11 @@ impl SocketRoute {
             true => self.below(messages.len() as u64 + 1) as usize,
             false => messages.len(),
         };
-        for (seq, payload) in &messages[..sent] {
+        let hole = self.hole(sent as u64);
+        for (place, (seq, payload)) in (0..).zip(&messages[..sent]) {
+            if hole.contains(&place) {
+                continue;
+            }
             if queue
                 .send(SocketMessage::Message(*seq, payload.clone()))
                 .await
@@ -182,6 +190,16 @@ impl SocketRoute {
             true => Ok(()),
             false => Err("connection reset".to_owned()),
         }
+    }
+
+    /// Returns the places of the messages that a replay of `sent` messages lacks. The last one is
+    /// none of them, so that the hole shows.
+    fn hole(&self, sent: u64) -> Range<u64> {
+        if sent <= ROUTER_QUEUE + 1 || !self.one_in(8) {
+            return 0..0;
+        }
+        let first = ROUTER_QUEUE + self.below(sent - 1 - ROUTER_QUEUE);
+        first..first + 1 + self.below(sent - 1 - first)
     }
 }
 
