@@ -24,6 +24,8 @@ pub(crate) enum Step {
     Hang,
     /// Closes the connection.
     Close,
+    /// Waits until the next request arrives, and closes the connection without reading it.
+    CloseUnread,
 }
 
 /// A running engine; stops with its runtime.
@@ -164,6 +166,10 @@ async fn serve(mut stream: TcpStream, script: Script, seen: Arc<Seen>) {
                     return;
                 }
                 Step::Close => return,
+                Step::CloseUnread => {
+                    stream.readable().await.unwrap();
+                    return;
+                }
             }
         }
     }

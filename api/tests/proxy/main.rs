@@ -41,6 +41,7 @@ mod picking;
 mod predictions;
 mod ranks;
 mod retries;
+mod reuse;
 mod stalls;
 mod stored;
 mod tenants;

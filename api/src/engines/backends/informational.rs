@@ -28,6 +28,11 @@ impl InformationalCount {
         });
     }
 
+    /// Whether any informational response arrived.
+    pub(super) fn is_any(&self) -> bool {
+        self.0.load(Relaxed) > 0
+    }
+
     /// Whether more than [`INFORMATIONAL_MAX`] informational responses arrived.
     pub(super) fn is_exceeded(&self) -> bool {
         self.0.load(Relaxed) > INFORMATIONAL_MAX

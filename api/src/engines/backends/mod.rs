@@ -25,6 +25,7 @@ mod facts;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod health;
+mod idle_connections;
 mod informational;
 mod keys;
 mod local_failure;
@@ -32,6 +33,7 @@ mod modes;
 mod output_times;
 mod panic;
 pub mod pool;
+mod pooled_connection;
 mod probe;
 pub mod prometheus_text;
 mod segments;

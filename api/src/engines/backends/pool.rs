@@ -29,12 +29,13 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::NAME_HOLDS_FOR;
-use super::dialer::{EngineDialer, RulesId};
+use super::dialer::EngineDialer;
+use super::idle_connections::IdleConnections;
 use super::informational::{INFORMATIONAL_MAX, InformationalCount};
 use super::local_failure::is_local;
+use super::pooled_connection::PooledConnection;
 pub use super::segments::Segments;
 use super::url::{EngineUrl, EngineUrlError};
-use crate::net::tls::MaybeTls;
 
 /// Maximum length of a response head, in bytes. Bodies pass through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
@@ -78,8 +79,8 @@ pub struct PoolCounters {
     pub opened: Counter,
     /// Number of requests sent over a reused connection.
     pub reused: Counter,
-    /// Number of reused connections that turned out to be closed before a byte of the request was
-    /// sent, so that the request used a new one.
+    /// Number of reused connections that the engine closed before it read the request, so that the
+    /// request used a new one.
     pub reset: Counter,
 }
 
@@ -147,8 +148,7 @@ pub struct EngineEndpoint {
     settings: PoolSettings,
     counters: PoolCounters,
     dialer: EngineDialer,
-    /// Idle connections, oldest first.
-    idle: Mutex<PooledConnections>,
+    idle: Mutex<IdleConnections>,
 }
 
 impl Pool {
@@ -239,7 +239,7 @@ impl Pool {
             endpoints.iter().flatten().cloned().collect()
         };
         for endpoint in endpoints {
-            endpoint.idle().retain(|link| is_kept(link));
+            endpoint.idle().links.retain(|link| is_kept(link));
         }
     }
 }
@@ -254,16 +254,16 @@ impl EngineEndpoint {
     /// Returns the number of idle connections.
     #[must_use]
     pub fn idle_connections(&self) -> usize {
-        self.idle().len()
+        self.idle().links.len()
     }
 
     /// Sends the request created by `build` and waits for the response head. The request's path is
     /// appended to that of the engine's URL.
     ///
-    /// Calls `build` once a connection is available. A reused connection may turn out to be closed
-    /// before any of the request is sent; only then is the request sent over a new one. If the
-    /// connection breaks later, the request may have reached the engine, and may even have crashed
-    /// it.
+    /// Calls `build` once a connection is available. The engine may close a reused connection
+    /// before it reads the request; only then is the request sent once more, over a new connection
+    /// to the same engine. If a connection breaks otherwise, the request may have been run, and may
+    /// even have crashed the engine.
     ///
     /// # Errors
     /// Returns a [`SendError`]; only [`SendError::Connect`] means that nothing reached the engine.
@@ -277,18 +277,37 @@ impl EngineEndpoint {
             *request.uri_mut() = self.url.locate(target);
             request
         };
+        let mut unread = None;
         if let Some(link) = self.take_idle() {
             self.counters.reused.inc();
+            let (idle, sent_at) = (link.idle_since.elapsed(), Instant::now());
             match self.exchange(link, build()).await {
-                ExchangeResult::Over(done) => return done,
-                ExchangeResult::Unsent(_) => self.counters.reset.inc(),
-            };
+                Ok(response) => return Ok(response),
+                Err(ExchangeError::Failed(error)) => return Err(error),
+                Err(ExchangeError::Unsent(_)) => {}
+                Err(ExchangeError::Broke(error, link)) => {
+                    if !link.left_unread(sent_at, &error).await {
+                        return Err(SendError::Broke(error));
+                    }
+                    unread = Some(error);
+                }
+            }
+            self.counters.reset.inc();
+            self.idle().closed(idle);
         }
-        let link = self.connect().await?;
-        match self.exchange(link, build()).await {
-            ExchangeResult::Over(done) => done,
-            ExchangeResult::Unsent(error) => Err(SendError::Broke(error)),
-        }
+        let link = match (self.connect().await, unread) {
+            (Ok(link), _) => link,
+            // Something of the request reached the engine, so that no other one may get it.
+            (Err(_), Some(unread)) => return Err(SendError::Broke(unread)),
+            (Err(error), None) => return Err(error),
+        };
+        let done = self.exchange(link, build()).await;
+        done.map_err(|error| match error {
+            ExchangeError::Unsent(error) | ExchangeError::Broke(error, _) => {
+                SendError::Broke(error)
+            }
+            ExchangeError::Failed(error) => error,
+        })
     }
 
     async fn connect(&self) -> Result<Box<PooledConnection>, SendError> {
@@ -325,41 +344,38 @@ impl EngineEndpoint {
         self: &Arc<Self>,
         mut link: Box<PooledConnection>,
         mut request: Request<Segments>,
-    ) -> ExchangeResult {
+    ) -> Result<Response<EngineBody>, ExchangeError> {
         link.informational.watch(&mut request);
         let mut response = pin!(link.sender.try_send_request(request));
         let response = poll_fn(|cx| {
             link.drive(cx);
             if link.informational.is_exceeded() {
-                return Poll::Ready(Err(ExchangeResult::Over(Err(SendError::Informational))));
+                return Poll::Ready(Err(SendError::Informational));
             }
             // Only `drive` makes progress on the response, and it has already registered the waker.
             match response
                 .as_mut()
                 .poll(&mut Context::from_waker(Waker::noop()))
             {
-                Poll::Ready(Ok(response)) => Poll::Ready(Ok(response)),
-                Poll::Ready(Err(mut error)) => {
-                    // The request is returned if it was not taken from its queue.
-                    let is_unsent = error.take_message().is_some();
-                    Poll::Ready(Err(match is_unsent {
-                        true => ExchangeResult::Unsent(error.into_error()),
-                        false => ExchangeResult::Over(Err(SendError::Broke(error.into_error()))),
-                    }))
-                }
-                Poll::Pending if link.is_over => {
-                    Poll::Ready(Err(ExchangeResult::Over(Err(SendError::Ended))))
-                }
+                Poll::Ready(response) => Poll::Ready(Ok(response)),
+                Poll::Pending if link.is_over => Poll::Ready(Err(SendError::Ended)),
                 Poll::Pending => Poll::Pending,
             }
-        })
-        .await;
-        let response = match response {
+        });
+        let response = match response.await.map_err(ExchangeError::Failed)? {
             Ok(response) => response,
-            Err(exchange) => return exchange,
+            Err(mut error) => {
+                // The request is returned if it was not taken from its queue.
+                let is_unsent = error.take_message().is_some();
+                let error = error.into_error();
+                return Err(match is_unsent {
+                    true => ExchangeError::Unsent(error),
+                    false => ExchangeError::Broke(error, link),
+                });
+            }
         };
         let endpoint = Arc::clone(self);
-        ExchangeResult::Over(Ok(response.map(|incoming| {
+        Ok(response.map(|incoming| {
             let mut body = EngineBody {
                 incoming,
                 link: Some(link),
@@ -368,16 +384,19 @@ impl EngineEndpoint {
             };
             body.settle();
             body
-        })))
+        }))
     }
 
     fn take_idle(&self) -> Option<Box<PooledConnection>> {
         loop {
             // The newest connection is the least likely to have been closed.
-            let mut link = self.idle().pop()?;
-            let is_fresh = link.idle_since.elapsed() < self.settings.idle_timeout;
-            if is_fresh && self.leads_here(&link) && link.is_reusable() {
-                return Some(link);
+            let mut link = self.idle().links.pop()?;
+            let idle = link.idle_since.elapsed();
+            if idle < self.settings.idle_timeout && self.leads_here(&link) {
+                if link.is_reusable() {
+                    return Some(link);
+                }
+                self.idle().closed(idle);
             }
         }
     }
@@ -393,54 +412,25 @@ impl EngineEndpoint {
         if self.leads_here(&link) && link.is_reusable() {
             link.idle_since = Instant::now();
             let mut idle = self.idle();
-            if idle.len() < self.settings.idle_per_backend_max {
-                idle.push(link);
+            if idle.links.len() < self.settings.idle_per_backend_max {
+                idle.give_back(link);
             }
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, PooledConnections> {
+    fn idle(&self) -> MutexGuard<'_, IdleConnections> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Result of an attempt to send a request over one connection.
-enum ExchangeResult {
-    /// The request was sent at least in part, with this result.
-    Over(Result<Response<EngineBody>, SendError>),
+/// Reason why a request over one connection got no response.
+enum ExchangeError {
     /// The connection closed before any of the request was sent.
     Unsent(hyper::Error),
-}
-
-/// Idle connections. They are boxed because a connection is large and moves often.
-type PooledConnections = Vec<Box<PooledConnection>>;
-
-/// A connection to an engine, with the sender of its requests.
-struct PooledConnection {
-    sender: http1::SendRequest<Segments>,
-    connection: http1::Connection<TokioIo<MaybeTls<TcpStream>>, Segments>,
-    /// Whether `connection` has ended, so that it must not be polled again.
-    is_over: bool,
-    informational: InformationalCount,
-    /// Id of the address rules that applied when the connection was opened.
-    rules: RulesId,
-    opened_at: Instant,
-    idle_since: Instant,
-}
-
-impl PooledConnection {
-    fn drive(&mut self, cx: &mut Context<'_>) {
-        if !self.is_over {
-            // The future that waits for the response or its body also gets the error.
-            self.is_over = Pin::new(&mut self.connection).poll(cx).is_ready();
-        }
-    }
-
-    /// Whether the connection can take a request. Checks the socket without blocking.
-    fn is_reusable(&mut self) -> bool {
-        self.drive(&mut Context::from_waker(Waker::noop()));
-        !self.is_over && self.sender.is_ready()
-    }
+    /// The connection broke after the request was sent, at least in part.
+    Broke(hyper::Error, Box<PooledConnection>),
+    /// The engine sent something else.
+    Failed(SendError),
 }
 
 /// A response body as received from the engine. At its end, the connection returns to the pool.

@@ -18,6 +18,14 @@ pub enum MaybeTls<S> {
 }
 
 impl<S> MaybeTls<S> {
+    /// Returns the underlying connection.
+    pub(crate) fn transport(&self) -> &S {
+        match self {
+            Self::Clear(stream) => stream,
+            Self::Tls(tls) => tls.get_ref().0,
+        }
+    }
+
     /// Returns the certificates that the peer has presented, its own first; none without TLS.
     #[must_use]
     pub fn peer_certificates(&self) -> &[rustls::pki_types::CertificateDer<'static>] {
@@ -31,10 +39,7 @@ impl<S> MaybeTls<S> {
 /// Reports the properties of the underlying connection to hyper's client.
 impl<S: Connection> Connection for MaybeTls<S> {
     fn connected(&self) -> Connected {
-        match self {
-            Self::Clear(stream) => stream.connected(),
-            Self::Tls(tls) => tls.get_ref().0.connected(),
-        }
+        self.transport().connected()
     }
 }
 

@@ -262,7 +262,7 @@ impl ProxyMetrics {
         );
         registry.register(
             "engine_connections_reset",
-            "Reused engine connections that turned out to be closed",
+            "Reused connections that the engine closed before it read the request, sent again over a new one",
             pool.reset.clone(),
         );
     }
