@@ -100,15 +100,17 @@ fn request() -> PolicyRequest {
 
 fn candidate(slot: u16) -> Candidate {
     let noise = mix(u64::from(slot));
+    let prefill_ns_per_token = 50_000 + (noise >> 40) as u32 % 50_000;
     Candidate {
         slot: Slot(slot),
         matched: (noise % 512) as u32,
         running: (noise >> 10) as u32 % 40,
         pending: (noise >> 14) as u32 % 8,
         prices: (!noise.is_multiple_of(8)).then_some(Prices {
-            prefill_ns_per_token: 50_000 + (noise >> 40) as u32 % 50_000,
+            prefill_ns_per_token,
             decode_ns_per_request: 500_000,
-            first_tokens: 1024,
+            prefill_range_ns: Some((prefill_ns_per_token - 5_000, prefill_ns_per_token + 5_000)),
+            decode_range_ns: None,
         }),
         waiting: (noise >> 20) as u32 % 4,
         pending_prefill_tokens: (noise >> 30) % 50_000,

@@ -54,6 +54,19 @@ pub fn ms_of_ns<S: Serializer>(ns: &impl Measurement, serializer: S) -> Result<S
     scaled(ns, 1e6, serializer)
 }
 
+/// Writes a range of nanoseconds in milliseconds, as least and most.
+///
+/// # Errors
+/// Those of `serializer`.
+pub fn ms_of_ns_range<S: Serializer>(
+    ns: &Option<(u32, u32)>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let ms = |ns| f64::from(ns) / 1e6;
+    ns.map(|(least, most)| [ms(least), ms(most)])
+        .serialize(serializer)
+}
+
 fn scaled<S: Serializer>(
     value: &impl Measurement,
     unit: f64,

@@ -27,6 +27,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::price_classes::PriceClasses;
 use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance, mix, product};
 use super::{Candidate, PolicyRequest, Prices, Reason};
 
@@ -76,7 +77,8 @@ impl Policy for CostSettings {
         let costs = Costs {
             settings: self,
             request,
-            usual: usual_prices(self, candidates),
+            prefill: PriceClasses::of(&learnt(candidates).map(Prices::prefill)),
+            decode: PriceClasses::of(&learnt(candidates).map(Prices::decode)),
             times: times(candidates),
         };
         let copies = costs.buys_copy(candidates);
@@ -98,6 +100,13 @@ const COPIES_PER_RENT: u64 = 16;
 
 /// Number of binary digits after the point in `Costs::times`.
 const TIMES_DIGITS: u32 = 10;
+
+/// Iterates over the learned prices of the candidates that have any. The settings apply only if none
+/// has: mixing learned and configured prices would send all requests to one side, and a backend
+/// without requests never learns.
+fn learnt(candidates: &[Candidate]) -> impl Iterator<Item = Prices> + Clone {
+    candidates.iter().filter_map(|candidate| candidate.prices)
+}
 
 /// Returns how many times a request's work counts: once for itself, and once for each request that
 /// waits for its first token at an average backend.
@@ -127,21 +136,24 @@ impl Cost {
 struct Costs<'a> {
     settings: &'a CostSettings,
     request: &'a PolicyRequest,
-    usual: Prices,
+    prefill: PriceClasses,
+    decode: PriceClasses,
     times: u64,
 }
 
 impl Costs<'_> {
     fn of(&self, candidate: &Candidate) -> Cost {
         let settings = self.settings;
-        let prices = believed(candidate.prices, self.usual);
-        let prefill_ns = u64::from(prices.prefill_ns_per_token);
+        let prefill = self.prefill.price(candidate.prices.map(Prices::prefill));
+        let prefill_ns = u64::from(prefill.unwrap_or(settings.prefill_ns_per_token));
+        let decode = self.decode.price(candidate.prices.map(Prices::decode));
+        let decode_ns = decode.unwrap_or(settings.decode_ns_per_request);
         let pressure_permille = candidate
             .kv_usage_permille
             .saturating_sub(KV_PRESSURE_FROM_PERMILLE);
         let ahead = [
             candidate.pending_prefill_tokens.saturating_mul(prefill_ns),
-            product(candidate.running, prices.decode_ns_per_request),
+            product(candidate.running, decode_ns),
             product(candidate.waiting, settings.waiting_ns_per_request),
             product(pressure_permille, KV_PRESSURE_NS_PER_PERMILLE),
         ];
@@ -197,45 +209,3 @@ impl Costs<'_> {
 
 /// Value mixed into the jitter, which makes the draw for copies independent of other draws.
 const COIN: u64 = 0xc01d_ca5e_0fc0_71e5;
-
-/// Returns the prices for a candidate without learned ones: the mean of the other candidates'
-/// prices, or the settings if none are learned. Mixing learned and configured prices would send all
-/// requests to one side, and a backend without requests never learns.
-fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
-    let (mut prefill_ns, mut decode_ns, mut count) = (0_u64, 0_u64, 0_u64);
-    for prices in candidates.iter().filter_map(|candidate| candidate.prices) {
-        prefill_ns += u64::from(prices.prefill_ns_per_token);
-        decode_ns += u64::from(prices.decode_ns_per_request);
-        count += 1;
-    }
-    let mean = |sum: u64, set: u32| {
-        let mean = sum.checked_div(count);
-        mean.map_or(set, |mean| u32::try_from(mean).unwrap_or(u32::MAX))
-    };
-    Prices {
-        prefill_ns_per_token: mean(prefill_ns, settings.prefill_ns_per_token),
-        decode_ns_per_request: mean(decode_ns, settings.decode_ns_per_request),
-        first_tokens: USUAL_FIRST_TOKENS,
-    }
-}
-
-/// Weight of the usual prices, as a number of first tokens. Engines are usually alike. Learned
-/// prices of equal engines differ by noise, which would attract requests to the luckiest one.
-const USUAL_FIRST_TOKENS: u32 = 64;
-
-/// Returns a candidate's prices, shrunk towards the usual ones if they rest on little data.
-fn believed(own: Option<Prices>, usual: Prices) -> Prices {
-    let Some(own) = own else { return usual };
-    let all = (u64::from(own.first_tokens) + u64::from(usual.first_tokens)).max(1);
-    let mix = |own_ns: u32, usual_ns: u32| {
-        let sum = u64::from(own_ns)
-            .saturating_mul(u64::from(own.first_tokens))
-            .saturating_add(u64::from(usual_ns).saturating_mul(u64::from(usual.first_tokens)));
-        u32::try_from(sum / all).unwrap_or(u32::MAX)
-    };
-    Prices {
-        prefill_ns_per_token: mix(own.prefill_ns_per_token, usual.prefill_ns_per_token),
-        decode_ns_per_request: mix(own.decode_ns_per_request, usual.decode_ns_per_request),
-        first_tokens: own.first_tokens,
-    }
-}

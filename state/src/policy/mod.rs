@@ -20,6 +20,7 @@ mod pair;
 mod power_of_two;
 mod preble_e2;
 mod prefix_cache;
+mod price_classes;
 mod random;
 mod rank;
 mod round_robin;
@@ -35,6 +36,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
+use self::price_classes::PriceRange;
 use self::rank::{Policy, Ranks, pick};
 use crate::ids::Slot;
 use crate::reject::Rejection;
@@ -352,9 +354,38 @@ pub struct Prices {
     )]
     #[schemars(with = "f64")]
     pub decode_ns_per_request: u32,
-    /// Number of first tokens that the prices rest on, after fading: their weight against other
-    /// prices.
-    pub first_tokens: u32,
+    /// Range of `prefill_ns_per_token` according to the measurements alone, in nanoseconds;
+    /// `None` if it is unknown. Milliseconds in JSON.
+    #[serde(
+        rename = "prefill_range_ms",
+        serialize_with = "crate::readable::ms_of_ns_range"
+    )]
+    #[schemars(with = "Option<[f64; 2]>")]
+    pub prefill_range_ns: Option<(u32, u32)>,
+    /// Range of `decode_ns_per_request` according to the measurements alone, in nanoseconds;
+    /// `None` if it is unknown. Milliseconds in JSON.
+    #[serde(
+        rename = "decode_range_ms",
+        serialize_with = "crate::readable::ms_of_ns_range"
+    )]
+    #[schemars(with = "Option<[f64; 2]>")]
+    pub decode_range_ns: Option<(u32, u32)>,
+}
+
+impl Prices {
+    fn prefill(self) -> PriceRange {
+        PriceRange {
+            price: self.prefill_ns_per_token,
+            range: self.prefill_range_ns,
+        }
+    }
+
+    fn decode(self) -> PriceRange {
+        PriceRange {
+            price: self.decode_ns_per_request,
+            range: self.decode_range_ns,
+        }
+    }
 }
 
 /// Choice of a candidate, with the reason.

@@ -12,6 +12,11 @@
 //! themselves, and many requests bring many tokens. This does not average out. The weight of the
 //! prior may therefore grow with that of the observations (`Regressor::kept_in`): an amount that
 //! hardly varies reveals little about its own price, however often it is observed.
+//!
+//! Whether the coefficients of two estimators differ, the prior cannot tell: it moves those of
+//! engines whose load varies little more than those of others. A coefficient therefore also has a
+//! range, in which it lies according to the observations alone: the solution without the prior, and
+//! three standard errors on each side, from the scatter of the observations around the solution.
 
 use bincode::{Decode, Encode};
 
@@ -42,6 +47,20 @@ pub(super) struct Regressor {
     pub(super) kept_in: i64,
 }
 
+/// One observation, as `RecursiveLeastSquares::observations` counts. Large, because fading rounds
+/// down.
+const OBSERVATION: i64 = 1 << 20;
+/// Minimum number of observations whose scatter is trusted.
+const SCATTER_OBSERVATIONS_MIN: i64 = 16;
+/// Divisor of the priors' weights in a solution by the observations alone. It is finite so that there
+/// is one even if an amount never occurs.
+const PRIOR_FADED: i128 = 4096;
+/// Minimum scatter of observations around the solution, as a share of their squares in millionths:
+/// one per cent of each, because rounding alone may hide more.
+const SCATTER_MIN_MILLIONTHS: i128 = 100;
+/// Number of standard errors on each side of a range.
+const STANDARD_ERRORS: i128 = 3;
+
 /// Minimum weight of the prior, in observations of a typical amount.
 const PRIOR_WEIGHT: i64 = 2;
 
@@ -53,8 +72,14 @@ pub(super) struct RecursiveLeastSquares<const N: usize> {
     squares: [[i64; N]; N],
     /// Weighted sums of the products of each amount and the observed total.
     products: [i64; N],
+    /// Weighted sum of the squares of the observed totals.
+    squared_total: i128,
+    /// Number of observations, faded, in units of [`OBSERVATION`].
+    observations: i64,
     /// Coefficients in thousandths; meaningless while `weight` is 0.
     coefficients_milli: [i64; N],
+    /// Least and most that each coefficient can be according to the observations alone.
+    ranges_milli: [Option<(i64, i64)>; N],
 }
 
 impl<const N: usize> Default for RecursiveLeastSquares<N> {
@@ -63,7 +88,10 @@ impl<const N: usize> Default for RecursiveLeastSquares<N> {
             weight: 0,
             squares: [[0; N]; N],
             products: [0; N],
+            squared_total: 0,
+            observations: 0,
             coefficients_milli: [0; N],
+            ranges_milli: [None; N],
         }
     }
 }
@@ -91,6 +119,8 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         let observed = self.unsurprising(&amounts, observed.max(0));
         self.fade((self.weight + weight - WEIGHT_MAX).max(0));
         self.weight += weight;
+        self.observations += OBSERVATION;
+        self.squared_total += i128::from(weight) * i128::from(observed).pow(2);
         for i in 0..N {
             for j in 0..N {
                 add(&mut self.squares[i][j], weight, amounts[i], amounts[j]);
@@ -100,6 +130,7 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         for _ in 0..SWEEPS {
             self.sweep(terms);
         }
+        self.ranges_milli = std::array::from_fn(|i| self.range(terms, i));
     }
 
     /// Returns the total weight of all observations, faded.
@@ -110,6 +141,76 @@ impl<const N: usize> RecursiveLeastSquares<N> {
     /// Returns the learned cost of one unit of the `i`th amount, in thousandths.
     pub(super) fn coefficient_milli(&self, i: usize) -> i64 {
         self.coefficients_milli[i]
+    }
+
+    /// Returns the least and the most that the learned cost of one unit of the `i`th amount can be
+    /// according to the observations alone, in thousandths. `None` if that is unknown, or if no
+    /// value within the bounds agrees with them.
+    pub(super) fn range_milli(&self, i: usize) -> Option<(i64, i64)> {
+        self.ranges_milli[i]
+    }
+
+    fn range(&self, terms: &[Regressor; N], i: usize) -> Option<(i64, i64)> {
+        if self.observations < SCATTER_OBSERVATIONS_MIN * OBSERVATION {
+            return None;
+        }
+        let mut normal = self.squares.map(|row| row.map(i128::from));
+        for (j, term) in terms.iter().enumerate() {
+            normal[j][j] += self.prior(term) / PRIOR_FADED;
+        }
+        let whole = determinant(&normal, 0, 0)?;
+        // Cramer's rule: what the observations alone would add to the coefficient.
+        let mut towards = normal;
+        for (j, row) in towards.iter_mut().enumerate() {
+            row[i] = self.unmet_milli(j);
+        }
+        let added = determinant(&towards, 0, 0)?.checked_div(whole)?;
+        // How much the amount varies by itself, as a sum of squares: the Schur complement.
+        let mut others = normal;
+        others[i] = [0; N];
+        others[i][i] = 1;
+        let varies = whole.checked_div(determinant(&others, 0, 0)?)?;
+        let free = i128::from(self.observations - N as i64 * OBSERVATION);
+        let squares = self.scatter_milli2().checked_mul(OBSERVATION.into())?;
+        let error = squares.checked_div(free.checked_mul(varies)?)?.isqrt();
+        let alone = added.saturating_add(self.coefficients_milli[i].into());
+        let (least, most) = terms[i].bounds_milli;
+        let end = |end: i128| i64::try_from(end.clamp(least.into(), most.into())).ok();
+        let (from, to) = (
+            alone.saturating_sub(STANDARD_ERRORS * error),
+            alone.saturating_add(STANDARD_ERRORS * error),
+        );
+        let is_possible = from <= most.into() && to >= least.into();
+        is_possible.then_some((end(from)?, end(to)?))
+    }
+
+    /// Returns what the solution leaves of the `i`th normal equation, because of the priors, the
+    /// bounds or too few sweeps, in thousandths.
+    fn unmet_milli(&self, i: usize) -> i128 {
+        let met = self.squares[i].iter().zip(&self.coefficients_milli);
+        let met: i128 = met.map(|(x, c)| i128::from(*x) * i128::from(*c)).sum();
+        i128::from(self.products[i]) * 1000 - met
+    }
+
+    /// Returns the weighted sum of the squares of what the solution leaves unexplained, in
+    /// millionths, but not less than what is credible.
+    fn scatter_milli2(&self) -> i128 {
+        let mut sum = self.squared_total * 1_000_000;
+        for i in 0..N {
+            let coefficient = i128::from(self.coefficients_milli[i]);
+            sum -= 2000 * coefficient * i128::from(self.products[i]);
+            for j in 0..N {
+                let other = i128::from(self.coefficients_milli[j]);
+                sum += coefficient * other * i128::from(self.squares[i][j]);
+            }
+        }
+        sum.max(self.squared_total * SCATTER_MIN_MILLIONTHS)
+    }
+
+    /// Returns the weight of the prior of a coefficient, as a sum of squares.
+    fn prior(&self, term: &Regressor) -> i128 {
+        let weight = (self.weight / term.kept_in).max(PRIOR_WEIGHT);
+        i128::from(weight) * i128::from(term.typical).pow(2)
     }
 
     /// Returns `observed`, capped at a credible value so that a single outlier cannot undo a
@@ -134,14 +235,15 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         let faded = |sum: i64| (i128::from(sum) * kept / whole) as i64;
         self.squares = self.squares.map(|row| row.map(faded));
         self.products = self.products.map(faded);
+        self.observations = faded(self.observations);
+        self.squared_total = self.squared_total * kept / whole;
         self.weight = faded(self.weight);
     }
 
     /// Sets each coefficient in turn to its optimum given the others, within its bounds.
     fn sweep(&mut self, terms: &[Regressor; N]) {
         for (i, term) in terms.iter().enumerate() {
-            let prior_weight = (self.weight / term.kept_in).max(PRIOR_WEIGHT);
-            let prior = i128::from(prior_weight) * i128::from(term.typical).pow(2);
+            let prior = self.prior(term);
             let others: i128 = (0..N)
                 .filter(|j| *j != i)
                 .map(|j| i128::from(self.squares[i][j]) * i128::from(self.coefficients_milli[j]))
@@ -155,6 +257,21 @@ impl<const N: usize> RecursiveLeastSquares<N> {
             self.coefficients_milli[i] = best as i64;
         }
     }
+}
+
+/// Returns the determinant of the rows from `row` on without the columns in the set `used`; `None`
+/// if it exceeds 128 bits.
+fn determinant<const N: usize>(matrix: &[[i128; N]; N], row: usize, used: u32) -> Option<i128> {
+    if row == N {
+        return Some(1);
+    }
+    let (mut sum, mut sign) = (0_i128, 1);
+    for column in (0..N).filter(|column| used & (1 << column) == 0) {
+        let minor = determinant(matrix, row + 1, used | (1 << column))?;
+        sum = sum.checked_add(minor.checked_mul(sign * matrix[row][column])?)?;
+        sign = -sign;
+    }
+    Some(sum)
 }
 
 /// Adds `weight * a * b` to `sum`, saturating.

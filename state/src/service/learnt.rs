@@ -98,6 +98,22 @@ pub struct LearntPrices {
     )]
     #[schemars(with = "f64")]
     pub decode_ns_per_request: u32,
+    /// Range of `prefill_ns_per_token` according to the measurements alone, in nanoseconds;
+    /// `None` if it is unknown. Milliseconds in JSON.
+    #[serde(
+        rename = "prefill_range_ms",
+        serialize_with = "crate::readable::ms_of_ns_range"
+    )]
+    #[schemars(with = "Option<[f64; 2]>")]
+    pub prefill_range_ns: Option<(u32, u32)>,
+    /// Range of `decode_ns_per_request` according to the measurements alone, in nanoseconds;
+    /// `None` if it is unknown. Milliseconds in JSON.
+    #[serde(
+        rename = "decode_range_ms",
+        serialize_with = "crate::readable::ms_of_ns_range"
+    )]
+    #[schemars(with = "Option<[f64; 2]>")]
+    pub decode_range_ns: Option<(u32, u32)>,
     /// Time to first token at an idle backend, without prefill, in microseconds; milliseconds in
     /// JSON.
     #[serde(
@@ -131,7 +147,8 @@ impl LearntPrices {
         (self.first_tokens >= LEARNT_FIRST_TOKENS_MIN).then_some(Prices {
             prefill_ns_per_token: self.prefill_ns_per_token,
             decode_ns_per_request: self.decode_ns_per_request,
-            first_tokens: self.first_tokens,
+            prefill_range_ns: self.prefill_range_ns,
+            decode_range_ns: self.decode_range_ns,
         })
     }
 }
@@ -165,13 +182,24 @@ impl PriceLearner {
             return None;
         }
         // Thousandths of a microsecond are nanoseconds.
-        let ns = |ns: i64| u32::try_from(ns.max(0)).unwrap_or(u32::MAX);
-        let per_request = |ns_per_part: i64| ns(ns_per_part * RUNNING_PARTS as i64);
+        let ns: fn(i64) -> u32 = |ns| u32::try_from(ns.max(0)).unwrap_or(u32::MAX);
+        let per_request: fn(i64) -> u32 =
+            |per_part| u32::try_from(per_part * RUNNING_PARTS as i64).unwrap_or(u32::MAX);
+        let both = |of: fn(i64) -> u32, range: Option<(i64, i64)>| {
+            range.map(|(least, most)| (of(least), of(most)))
+        };
         let gap_ns_per_request = per_request(gap.coefficient_milli(1));
         let decode_ns_per_request = per_request(first_token.coefficient_milli(2));
+        let decode_range = if gap_ns_per_request > decode_ns_per_request {
+            gap.range_milli(1)
+        } else {
+            first_token.range_milli(2)
+        };
         Some(LearntPrices {
             prefill_ns_per_token: ns(first_token.coefficient_milli(1)),
             decode_ns_per_request: decode_ns_per_request.max(gap_ns_per_request),
+            prefill_range_ns: both(ns, first_token.range_milli(1)),
+            decode_range_ns: both(per_request, decode_range),
             first_token_base_us: ns(first_token.coefficient_milli(0) / 1000),
             gap_base_us: ns(gap.coefficient_milli(0) / 1000),
             gap_ns_per_request,

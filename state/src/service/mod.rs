@@ -10,6 +10,8 @@ mod capacity_correction;
 mod fit;
 mod learnt;
 pub mod limits;
+#[cfg(test)]
+mod price_tests;
 mod published;
 #[cfg(test)]
 mod tests;

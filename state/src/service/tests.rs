@@ -111,8 +111,30 @@ fn learned_prices_converge_to_the_engines() {
             is_near(learnt.gap_ns_per_request, engine.gap_ns, 15),
             "{shown}"
         );
+        let includes = |range: Option<(u32, u32)>, price: u64| {
+            range.is_some_and(|(least, most)| (least.into()..=most.into()).contains(&price))
+        };
+        assert!(
+            includes(learnt.prefill_range_ns, engine.prefill_ns),
+            "{shown}"
+        );
+        assert!(
+            includes(learnt.decode_range_ns, engine.decode_ns),
+            "{shown}"
+        );
         assert!(learnt.prices().is_some());
     }
+}
+
+#[test]
+fn ranges_are_unknown_until_samples_scatter_and_then_narrow() {
+    let range = |samples| {
+        let learnt = ENGINES[0].taught(samples).learnt().unwrap();
+        learnt.prefill_range_ns
+    };
+    assert_eq!(range(15), None);
+    let width = |samples| range(samples).map(|(least, most)| most - least).unwrap();
+    assert!(width(128) < width(16), "{} {}", width(16), width(128));
 }
 
 #[test]

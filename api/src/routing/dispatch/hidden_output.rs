@@ -152,6 +152,8 @@ mod tests {
             first_token_base_us: 3_000,
             gap_base_us: 8_000,
             gap_ns_per_request: 500_000,
+            prefill_range_ns: None,
+            decode_range_ns: None,
             first_tokens: 100,
             gaps: 100,
         };

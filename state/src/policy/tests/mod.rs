@@ -101,16 +101,22 @@ prop_compose! {
         matched in edge(), running in edge(), pending in edge(), waiting in edge(),
         free_blocks in edge(),
         pending_prefill_tokens in prop_oneof![0_u64..100_000, Just(u64::MAX)],
-        kv_usage_permille in 0_u32..=1000, is_model_listed: bool, prices: Option<[u32; 2]>,
+        kv_usage_permille in 0_u32..=1000, is_model_listed: bool,
+        prices: Option<([u32; 2], [Option<(u32, u32)>; 2])>,
     ) -> Candidate {
         Candidate {
             slot: Slot(0), matched, running, pending, waiting, pending_prefill_tokens, kv_usage_permille,
             free_blocks, is_model_listed,
-            prices: prices.map(|[prefill_ns_per_token, decode_ns_per_request]| Prices {
-                prefill_ns_per_token, decode_ns_per_request, first_tokens: prefill_ns_per_token,
+            prices: prices.map(|(prices, ranges)| Prices {
+                prefill_ns_per_token: prices[0], decode_ns_per_request: prices[1],
+                prefill_range_ns: ordered(ranges[0]), decode_range_ns: ordered(ranges[1]),
             }),
         }
     }
+}
+
+fn ordered(range: Option<(u32, u32)>) -> Option<(u32, u32)> {
+    range.map(|(one, other)| (one.min(other), one.max(other)))
 }
 
 fn edge() -> impl Strategy<Value = u32> {
@@ -401,7 +407,8 @@ fn cost_uses_learned_prices_or_their_mean() {
         prices: prefill_ns_per_token.map(|prefill_ns_per_token| Prices {
             prefill_ns_per_token,
             decode_ns_per_request: 0,
-            first_tokens: 1024,
+            prefill_range_ns: Some((prefill_ns_per_token, prefill_ns_per_token)),
+            decode_range_ns: None,
         }),
         ..Candidate::default()
     };
