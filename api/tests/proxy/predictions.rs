@@ -71,6 +71,58 @@ async fn an_answers_tokens_match_in_the_next_turn() {
     }
 }
 
+#[tokio::test]
+async fn an_answers_token_ids_match_in_the_next_prompt() {
+    for is_stream in [false, true] {
+        let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":12}"#;
+        let part = |ids: &str| {
+            let choice = format!(r#"{{"index":0,"text":"","token_ids":{ids}}}"#);
+            format!("data: {{\"choices\":[{choice}]}}\n\n")
+        };
+        let engine = Engine::start(move |_| {
+            if !is_stream {
+                let choice =
+                    r#"{"index":0,"text":"x","token_ids":[20,21,22,23,24,25,26,27,28,29,30,31]}"#;
+                return vec![answer_json(
+                    "200 OK",
+                    &format!(r#"{{"choices":[{choice}],{usage}}}"#),
+                )];
+            }
+            let last = format!("data: {{\"choices\":[],{usage}}}\n\n");
+            let parts = ["[20]", "[21,22,23,24,25]", "[26,27,28,29,30,31]"].map(part);
+            let events = parts.iter().map(|it| chunk(it));
+            let end = [chunk(&last), chunk(DONE), last_chunk()];
+            std::iter::once(stream_head())
+                .chain(events)
+                .chain(end)
+                .collect()
+        })
+        .await;
+        let models = ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: Tokenizer::load("tiktoken:o200k_base".parse().unwrap(), None).unwrap(),
+            block_size: Some(4),
+            pairs: Default::default(),
+        };
+        let fleet = Fleet::start_cutting(&[&engine], models).await;
+        let ask = async |ids: std::ops::Range<u32>| {
+            let ids: Vec<u32> = ids.collect();
+            let body = format!(r#"{{"model":"m","stream":{is_stream},"prompt":{ids:?}}}"#);
+            let answer = fleet
+                .client()
+                .await
+                .ask(post("/v1/completions", "", &body))
+                .await;
+            assert!(answer.is_complete, "{answer:?}");
+            fleet.is_idle().await;
+            prefix(&answer)
+        };
+        assert_eq!(ask(11..20).await, (0, 2));
+        // The last token of the response has not been computed: 9 + 11 tokens are cached.
+        assert_eq!(ask(11..40).await, (5, 7), "{is_stream}");
+    }
+}
+
 /// Returns a chat of many blocks.
 fn long_chat() -> String {
     let content = "all work and no play ".repeat(20);

@@ -567,6 +567,11 @@ fn framed(chat: &Chat) -> Vec<String> {
 }
 
 impl ReplyBoundary {
+    /// Whether the reply is framed as a message, so that its tokens are not the engine's.
+    pub(crate) fn is_framed(&self) -> bool {
+        self.after == ReplyPosition::Framed
+    }
+
     /// Returns the tokens that `reply` adds to those of its prompt; `None` if they are not known
     /// exactly. `is_whole` is whether the reply is complete.
     pub(crate) fn continuation(&self, reply: &str, is_whole: bool) -> Option<Vec<u32>> {

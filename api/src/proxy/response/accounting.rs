@@ -135,6 +135,11 @@ impl RequestAccounting {
         if let Some(text) = &findings.text {
             attempt.output(text, now);
         }
+        if !findings.token_ids.is_empty() {
+            // Ids that cannot be read are missed in the sum, so that none count.
+            let ids = serde_json::from_slice::<Vec<u32>>(findings.token_ids);
+            attempt.output_ids(&ids.unwrap_or_default());
+        }
         attempt.other_output(findings.other_bytes, now);
         if let Some(mut usage) = findings.usage {
             if let Some(choice) = findings.choice {

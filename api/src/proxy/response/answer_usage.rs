@@ -19,6 +19,9 @@ pub(in crate::proxy) struct AnswerDelta<'a> {
     /// Text that continues the prompt: that of choice 0, or of the only output; `None` if there is
     /// none.
     pub(in crate::proxy) text: Option<Cow<'a, str>>,
+    /// Array of the token ids of choice 0, as written; empty without, as without vLLM's
+    /// `return_token_ids`.
+    pub(in crate::proxy) token_ids: &'a [u8],
     /// Number of bytes of other output: other choices, reasoning, refusals, arguments of tool
     /// calls.
     pub(in crate::proxy) other_bytes: usize,
@@ -200,6 +203,9 @@ impl<'a> AnswerDelta<'a> {
             self.other_bytes += made.other_bytes;
             self.ends_choice |= made.is_ended;
             self.has_output |= made.has_output;
+            if made.index == 0 {
+                self.token_ids = made.token_ids;
+            }
             match made.text {
                 Some(text) if made.index == 0 => self.add_text(text),
                 text => self.other_bytes += text.map_or(0, |text| text.len()),
@@ -261,6 +267,7 @@ impl<'a> AnswerDelta<'a> {
 struct ChoiceOutput<'a> {
     index: u64,
     text: Option<Cow<'a, str>>,
+    token_ids: &'a [u8],
     other_bytes: usize,
     is_ended: bool,
     /// Whether there is output that has no bytes of its own, such as the name of a tool.
@@ -272,6 +279,7 @@ impl<'a> ChoiceOutput<'a> {
         let mut made = Self {
             index: 0,
             text: None,
+            token_ids: &[],
             other_bytes: 0,
             is_ended: false,
             has_output: false,
@@ -283,7 +291,10 @@ impl<'a> ChoiceOutput<'a> {
                 b"delta" | b"message" => made.read_message(value),
                 b"text" => made.text = string(value),
                 b"finish_reason" => made.is_ended = value != b"null",
-                b"token_ids" => made.has_output = elements(value).next().is_some(),
+                b"token_ids" => {
+                    made.token_ids = value;
+                    made.has_output |= elements(value).next().is_some();
+                }
                 _ => {}
             }
         }
@@ -436,8 +447,12 @@ mod tests {
     fn only_the_first_choice_has_text() {
         let json = br#"{"choices":[{"index":1,"delta":{"content":"x"}}]}"#;
         assert_eq!(inspect(json).text, None);
-        let json = br#"{"choices":[{"text":"whole","index":0}]}"#;
-        assert_eq!(inspect(json).text.as_deref(), Some("whole"));
+        let json = br#"{"choices":[{"text":"whole","token_ids":[7, 8],"index":0},{"token_ids":[9],"index":1}]}"#;
+        let found = inspect(json);
+        assert_eq!(
+            (found.text.as_deref(), found.token_ids),
+            (Some("whole"), &b"[7, 8]"[..])
+        );
     }
 
     #[test]

@@ -11,6 +11,8 @@ const REPLY_BLOCKS_MAX: usize = 8192;
 
 /// Maximum length of a response that is tokenized, in bytes.
 const TOKENIZED_BYTES_MAX: usize = 256 * 1024;
+/// Maximum number of token ids that are kept of a response with ids.
+const IDS_MAX: usize = 256 * 1024;
 /// Maximum length of a response that is tokenized inline, in bytes; a longer one would delay other
 /// connections on the same thread.
 const INLINE_BYTES_MAX: usize = 1024;
@@ -28,19 +30,28 @@ impl ReplyChain {
     /// Returns a chain that continues the prompt; `None` if output cannot continue it.
     pub(in crate::routing) fn of(identity: &PromptIdentity) -> Option<Self> {
         let tail = &identity.tail;
-        if tail.block_bytes > 0 && tail.reply != ReplyShape::None {
+        if tail.reply == ReplyShape::None {
+            return None;
+        }
+        if tail.block_bytes > 0 {
             return Some(Self::Bytes(ByteChain::of(identity)));
         }
-        let seam = tail.seam.clone()?;
+        let seam = tail.seam.clone();
         Some(Self::Tokens(TokenChain {
             root: identity.root.clone(),
             block_size: tail.tokens_per_block,
             last: identity.chain.last().copied(),
             rest: tail.ids(),
+            text: seam.is_some().then(String::new),
             seam,
-            text: Some(String::new()),
+            ids: Vec::new(),
             asked: None,
         }))
+    }
+
+    /// Whether blocks of an engine's KV events make this chain's superfluous.
+    pub(super) fn has_engine_blocks(&self) -> bool {
+        matches!(self, Self::Tokens(_))
     }
 
     /// Appends output text to the chain.
@@ -48,6 +59,16 @@ impl ReplyChain {
         match self {
             Self::Bytes(chain) => chain.push(text),
             Self::Tokens(chain) => chain.push(text),
+        }
+    }
+
+    /// Appends token ids that the engine returned with its output. They count instead of the text.
+    pub(in crate::routing) fn push_ids(&mut self, ids: &[u32]) {
+        if let Self::Tokens(chain) = self {
+            // Ids beyond the maximum are counted as missing.
+            let room = IDS_MAX - chain.ids.len();
+            chain.ids.extend(ids.iter().take(room));
+            chain.text = None;
         }
     }
 
@@ -62,7 +83,7 @@ impl ReplyChain {
     /// Whether [`ReplyChain::finish`] takes so long that it must not run inline.
     pub(super) fn is_long(&self) -> bool {
         match self {
-            Self::Tokens(chain) if matches!(chain.seam, ReplyJoin::Local(_)) => {
+            Self::Tokens(chain) if matches!(chain.seam, Some(ReplyJoin::Local(_))) => {
                 let text = chain.text.as_ref();
                 text.is_some_and(|text| text.len() > INLINE_BYTES_MAX)
             }
@@ -75,7 +96,7 @@ impl ReplyChain {
         match self {
             Self::Bytes(_) => false,
             Self::Tokens(chain) => {
-                let is_asked = matches!(chain.seam, ReplyJoin::FromEngine(_));
+                let is_asked = matches!(chain.seam, Some(ReplyJoin::FromEngine(_)));
                 is_asked && chain.text.as_ref().is_some_and(|text| !text.is_empty())
             }
         }
@@ -84,7 +105,7 @@ impl ReplyChain {
     /// Requests the tokens of the response from an engine. On failure, the response adds no blocks.
     pub(in crate::routing) async fn ask(&mut self) {
         if let Self::Tokens(chain) = self
-            && let (ReplyJoin::FromEngine(seam), Some(text)) = (&chain.seam, &chain.text)
+            && let (Some(ReplyJoin::FromEngine(seam)), Some(text)) = (&chain.seam, &chain.text)
         {
             chain.asked = seam.continuation(text).await;
         }
@@ -105,7 +126,7 @@ pub(super) struct ReplyEnd {
     /// Whether the response is complete, so that its closing text follows in the next prompt.
     pub(in crate::routing) is_whole: bool,
     /// Number of output tokens that the engine reported, if any.
-    pub(in crate::routing) tokens: Option<u64>,
+    pub(in crate::routing) tokens: Option<usize>,
 }
 
 /// A chain of blocks of token ids.
@@ -116,10 +137,14 @@ pub(super) struct TokenChain {
     last: Option<BlockHash>,
     /// Tokens of the chain after its last full block.
     rest: Vec<u32>,
-    seam: ReplyJoin,
-    /// Text of the response; `None` if the output is not only text or the text is too long.
+    /// How the tokens of text join those of the prompt; `None` if unknown.
+    seam: Option<ReplyJoin>,
+    /// Text of the response; `None` if it does not determine the tokens: without a seam, with other
+    /// output, with ids, and if it is too long.
     text: Option<String>,
-    /// Tokens of the response that an engine returned; `None` if not requested or on failure.
+    /// Tokens that came with the response; empty if the engine returns none.
+    ids: Vec<u32>,
+    /// Tokens that an engine returned for the text; `None` if not requested or on failure.
     asked: Option<Vec<u32>>,
 }
 
@@ -136,25 +161,37 @@ impl TokenChain {
 
     fn finish(mut self, end: ReplyEnd) -> Vec<BlockHash> {
         let mut blocks = Vec::new();
-        let text = self.text.take().filter(|text| !text.is_empty());
-        let ids = match &self.seam {
-            ReplyJoin::Local(seam) => text.and_then(|text| seam.continuation(&text, end.is_whole)),
-            ReplyJoin::FromEngine(_) => self.asked.take(),
+        let Some(mut ids) = self.take_ids(end) else {
+            return blocks;
         };
-        let Some(mut ids) = ids else { return blocks };
         // An engine computes the KV cache of a token when it generates the next one. So the last
         // token has none: the token that ended the response, or a token of its text if the maximum
         // length ended it.
-        let made = end
-            .tokens
-            .map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX));
-        let computed = made.unwrap_or(ids.len()).saturating_sub(1);
-        ids.truncate(computed);
+        let made = end.tokens.unwrap_or(ids.len());
+        ids.truncate(made.saturating_sub(1));
         self.rest.extend(ids);
         let block_size = self.block_size as usize;
         prefix::continue_tokens(&self.root, self.last, &self.rest, block_size, &mut blocks);
         blocks.truncate(REPLY_BLOCKS_MAX);
         blocks
+    }
+
+    /// Returns the tokens of the response, without the token that ended it if that is not known.
+    /// `None` if they are not those that the engine generated, as far as their number shows: an
+    /// engine may generate other tokens than a tokenizer makes of the same text.
+    fn take_ids(&mut self, end: ReplyEnd) -> Option<Vec<u32>> {
+        if !self.ids.is_empty() {
+            return Some(std::mem::take(&mut self.ids)).filter(|ids| end.tokens == Some(ids.len()));
+        }
+        let text = self.text.take().filter(|text| !text.is_empty())?;
+        let (ids, is_framed) = match self.seam.as_ref()? {
+            ReplyJoin::Local(seam) => (seam.continuation(&text, end.is_whole)?, seam.is_framed()),
+            ReplyJoin::FromEngine(_) => (self.asked.take()?, false),
+        };
+        let is_same = |made: usize| made == ids.len() || made == ids.len() + 1;
+        // Frames are the router's own, so the numbers say nothing.
+        let is_believed = is_framed || end.tokens.is_none_or(is_same);
+        is_believed.then_some(ids)
     }
 }
 

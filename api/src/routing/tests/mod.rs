@@ -1,6 +1,7 @@
 //! Tests requests through a whole router over the real state, and that attempts leave nothing behind.
 
 mod adapters;
+mod answers;
 mod asked;
 mod filters;
 mod pairs;
@@ -10,6 +11,7 @@ mod rooms;
 mod samples;
 mod saturated;
 mod shares;
+mod stories;
 mod tokens;
 
 use std::sync::{Arc, LazyLock};
@@ -32,8 +34,6 @@ use super::{
 };
 use crate::engines::backends::Health;
 use crate::prompt::{ParsedBody, PromptIdentity, parse};
-
-mod stories;
 
 /// User who sends the requests.
 static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));

@@ -66,6 +66,15 @@ impl Attempt {
         }
     }
 
+    /// Records token ids of output that continues the prompt. The blocks of a response with ids are
+    /// those of its ids, whatever its text.
+    pub fn output_ids(&mut self, ids: &[u32]) {
+        let reply = self.open.as_mut().and_then(|open| open.reply.as_mut());
+        if let Some(reply) = reply.filter(|_| !ids.is_empty()) {
+            reply.push_ids(ids);
+        }
+    }
+
     /// Records an error within a response whose status was a success. `is_backends_fault` is whether
     /// it stands for a server error.
     pub fn reports_error(&mut self, is_backends_fault: bool, now: Instant) {

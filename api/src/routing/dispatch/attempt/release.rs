@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use state::command::LeaseOutcome;
+use state::kv_events::KvMode;
 use tokio::runtime::Handle;
 
 use super::{Attempt, OpenAttempt};
@@ -28,9 +29,12 @@ impl Attempt {
     ) {
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
         let (backend, from) = (open.backend, open.learnt.prompt);
-        // The KV events of a followed engine report more blocks, and depend on the order of
-        // releases.
-        let is_followed = dispatcher.view.evictions().get(backend).is_some();
+        // An engine that is followed exactly reports its blocks itself, in the order of releases.
+        let is_exact = || {
+            let condition = dispatcher.view.registry().kv(backend.slot);
+            condition.is_some_and(|it| it.mode == KvMode::Exact)
+        };
+        let reply = reply.filter(|reply| !(reply.has_engine_blocks() && is_exact()));
         let release = move |reply: Option<ReplyChain>| {
             let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end));
             dispatcher.known.extended(backend, from, &blocks);
@@ -42,7 +46,7 @@ impl Attempt {
         };
         // A runtime that shuts down may skip this. The lease then ends with the session.
         match (reply, Handle::try_current()) {
-            (Some(mut reply), Ok(runtime)) if reply.is_asked() && !is_followed => {
+            (Some(mut reply), Ok(runtime)) if reply.is_asked() => {
                 drop(runtime.spawn(async move {
                     reply.ask().await;
                     release(Some(reply));

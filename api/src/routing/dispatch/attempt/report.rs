@@ -50,7 +50,9 @@ impl OpenAttempt {
         let tokens = usage.map(|usage| usage.completion_tokens);
         ReplyEnd {
             is_whole: end == AttemptEnd::Finished,
-            tokens: tokens.filter(|tokens| *tokens > 0),
+            tokens: tokens
+                .and_then(|tokens| usize::try_from(tokens).ok())
+                .filter(|tokens| *tokens > 0),
         }
     }
 
