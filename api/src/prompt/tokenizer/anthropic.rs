@@ -26,6 +26,15 @@ pub(super) fn messages(body: &mut Map<String, Value>) -> Result<Vec<Value>, Uncl
     Ok(messages)
 }
 
+/// Returns the reasoning effort that `thinking` and `output_config` of a body mean, if any.
+pub(super) fn effort(body: &Map<String, Value>) -> Option<Value> {
+    let is_off = body.get("thinking").and_then(|it| it.get("type")) == Some(&json!("disabled"));
+    if is_off {
+        return Some(json!("none"));
+    }
+    body.get("output_config")?.get("effort").cloned()
+}
+
 /// Adds a system message, unless it has no text.
 fn push_system(messages: &mut Vec<Value>, content: &Value) -> Result<(), UnclearBodyError> {
     let text = match content {

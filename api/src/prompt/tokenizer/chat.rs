@@ -51,7 +51,9 @@ pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBod
     let surface = PromptField::of(path);
     match surface {
         PromptField::Chat if is_anthropic(path) => {
-            chat(anthropic::messages(&mut body)?, body, true)
+            let messages = anthropic::messages(&mut body)?;
+            let effort = anthropic::effort(&body);
+            chat(messages, effort, body, true)
         }
         PromptField::Chat => openai(body, true),
         PromptField::Responses => responses(body),
@@ -110,12 +112,20 @@ fn openai(
 ) -> Result<TokenizerInput, UnclearBodyError> {
     let messages = array(body.remove("messages"))?;
     let messages = messages.into_iter().map(message);
-    chat(messages.collect::<Result<_, _>>()?, body, is_reply_wanted)
+    let effort = body.remove("reasoning_effort");
+    chat(
+        messages.collect::<Result<_, _>>()?,
+        effort,
+        body,
+        is_reply_wanted,
+    )
 }
 
-/// Combines `messages` with the other fields of the body of a chat.
+/// Combines `messages` with the other fields of the body of a chat. `effort` is the requested
+/// reasoning effort, if any.
 fn chat(
     messages: Vec<Value>,
+    effort: Option<Value>,
     mut body: Map<String, Value>,
     is_reply_wanted: bool,
 ) -> Result<TokenizerInput, UnclearBodyError> {
@@ -124,8 +134,13 @@ fn chat(
         None | Some(Value::Null) => Map::new(),
         Some(_) => return Err(UnclearBodyError),
     };
-    if let Some(effort @ Value::String(_)) = body.remove("reasoning_effort") {
-        kwargs.entry("reasoning_effort").or_insert(effort);
+    if let Some(Value::String(effort)) = effort {
+        // Some templates think only if told so, others unless told otherwise.
+        let is_thinking = effort != "none";
+        kwargs
+            .entry("enable_thinking")
+            .or_insert(is_thinking.into());
+        kwargs.insert("reasoning_effort".to_owned(), effort.into());
     }
     let is_list = |value: &Value| value.as_array().is_some_and(|items| !items.is_empty());
     let tools = body.remove("tools").filter(is_list).map(tools);
@@ -225,7 +240,11 @@ fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
         }
         _ => return Err(UnclearBodyError),
     }
-    chat(messages, body, true)
+    let effort = body
+        .get("reasoning")
+        .and_then(|it| it.get("effort"))
+        .cloned();
+    chat(messages, effort, body, true)
 }
 
 impl Chat {
@@ -332,6 +351,85 @@ mod tests {
             {"type": "function_call_output", "call_id": "c1", "output": "rain"},
         ]});
         assert_eq!(messages("/v1/responses", &responses), expected);
+    }
+
+    #[test]
+    fn reasoning_effort_turns_thinking_on_or_off() {
+        let kwargs = |path: &str, fields: Value| {
+            let mut body = json!({"messages": [], "input": []});
+            let fields = fields.as_object().unwrap().clone();
+            body.as_object_mut().unwrap().extend(fields);
+            match read(path, body.to_string().as_bytes()).unwrap() {
+                TokenizerInput::Chat(chat) => Value::Object(chat.kwargs),
+                other => panic!("{other:?} is no chat"),
+            }
+        };
+        let both = |effort: &str, thinks: bool| json!({"enable_thinking": thinks, "reasoning_effort": effort});
+        let (low, none, nothing) = (both("low", true), both("none", false), json!({}));
+        let own = json!({"enable_thinking": true, "reasoning_effort": "max"});
+        let effort = |effort: &str| json!({"effort": effort});
+        let thinking = |kind: &str| json!({"type": kind, "budget_tokens": 2000});
+        for (path, fields, expected) in [
+            (
+                "/v1/chat/completions",
+                json!({"reasoning_effort": "low"}),
+                &low,
+            ),
+            (
+                "/v1/chat/completions",
+                json!({"reasoning_effort": "none"}),
+                &none,
+            ),
+            (
+                "/v1/chat/completions",
+                json!({"reasoning_effort": null}),
+                &nothing,
+            ),
+            (
+                "/v1/chat/completions",
+                json!({"reasoning_effort": "none", "chat_template_kwargs": own}),
+                &both("none", true),
+            ),
+            ("/v1/responses", json!({"reasoning": effort("low")}), &low),
+            ("/v1/responses", json!({"reasoning": effort("none")}), &none),
+            (
+                "/v1/responses",
+                json!({"reasoning": null, "reasoning_effort": "low"}),
+                &nothing,
+            ),
+            (
+                "/v1/messages",
+                json!({"output_config": effort("low")}),
+                &low,
+            ),
+            (
+                "/v1/messages",
+                json!({"thinking": thinking("disabled")}),
+                &none,
+            ),
+            (
+                "/v1/messages",
+                json!({"thinking": thinking("enabled")}),
+                &nothing,
+            ),
+            (
+                "/v1/messages",
+                json!({"thinking": thinking("adaptive"), "output_config": effort("low")}),
+                &low,
+            ),
+            (
+                "/v1/messages",
+                json!({"thinking": thinking("disabled"), "output_config": effort("low")}),
+                &none,
+            ),
+            (
+                "/v1/messages",
+                json!({"output_config": {"format": null}, "thinking": null}),
+                &nothing,
+            ),
+        ] {
+            assert_eq!(kwargs(path, fields.clone()), *expected, "{path} {fields}");
+        }
     }
 
     #[test]

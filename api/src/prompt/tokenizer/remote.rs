@@ -398,7 +398,7 @@ mod tests {
             "model": "m",
             "temperature": 1,
             "messages": [{"role": "user", "content": content}],
-            "chat_template_kwargs": {"enable_thinking": false},
+            "reasoning_effort": "none",
         });
         let asked = tokenize_request("/v1/chat/completions", "m", body.to_string().as_bytes());
         let Ok(TokenizeRequest::Ask(asked)) = asked else {
@@ -407,7 +407,10 @@ mod tests {
         let asked: Value = serde_json::from_slice(&asked).unwrap();
         assert_eq!(asked["add_generation_prompt"], true);
         let kwargs = &asked["chat_template_kwargs"];
-        assert_eq!(kwargs, &json!({"enable_thinking": false}));
+        assert_eq!(
+            kwargs,
+            &json!({"enable_thinking": false, "reasoning_effort": "none"})
+        );
         let image = asked["messages"][0]["content"][1]["text"].as_str();
         assert!(image.unwrap().starts_with("<|image:"));
         assert_eq!(asked.get("temperature"), None);
