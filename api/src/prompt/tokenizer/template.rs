@@ -5,7 +5,7 @@
 
 use std::io::{self, Write};
 
-use minijinja::value::{Kwargs, Serde};
+use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, json};
@@ -59,6 +59,15 @@ impl ChatTemplate {
         environment.set_fuel(Some(RENDER_FUEL_MAX));
         environment.add_filter("tojson", |value: &Value, kwargs: Kwargs| {
             python::tojson(value, &kwargs)
+        });
+        // minijinja takes `none` for iterable, and a text for no sequence.
+        environment.add_test("iterable", |value: &Value| {
+            !value.is_none() && value.try_iter().is_ok()
+        });
+        environment.add_test("sequence", |value: &Value| {
+            let kind = value.kind();
+            let is_indexed = matches!(kind, ValueKind::Seq | ValueKind::Map | ValueKind::String);
+            is_indexed || value.is_undefined()
         });
         environment.add_function("raise_exception", |message: String| {
             Err::<Value, Error>(Error::new(ErrorKind::InvalidOperation, message))
@@ -293,6 +302,45 @@ mod tests {
             template(&knows).render(&chat).unwrap(),
             "<user>x<developer>y"
         );
+    }
+
+    #[test]
+    fn tests_of_types_match_jinja2() {
+        let values = json!({"none": null, "flag": true, "number": 3, "float": 1.5, "text": "a",
+            "list": [1], "map": {"a": 1}});
+        let values = values.as_object().unwrap();
+        let names = "none flag number float text list map missing";
+        // Printed by Jinja2 3.1.
+        for (test, expected) in [
+            ("iterable", "text list map missing"),
+            ("sequence", "text list map missing"),
+            ("mapping", "map"),
+            ("string", "text"),
+            ("number", "flag number float"),
+            ("integer", "number"),
+            ("float", "float"),
+            ("boolean", "flag"),
+            ("none", "none"),
+            ("defined", "none flag number float text list map"),
+        ] {
+            let if_so = |name: &str| format!("{{% if {name} is {test} %}}{name} {{% endif %}}");
+            let source = names.split(' ').map(if_so).collect::<String>();
+            let mut chat = user("x");
+            chat.kwargs = values.clone();
+            let found = template(&source).render(&chat).unwrap();
+            assert_eq!(found.trim_end(), expected, "{test}");
+        }
+    }
+
+    #[test]
+    fn a_template_may_ask_whether_there_are_tools() {
+        // From the templates of Qwen3-Coder and Nemotron 3.
+        let source = "{% if not tools is defined %}{% set tools = [] %}{% endif %}\
+            {% if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}";
+        let mut chat = user("x");
+        assert_eq!(template(source).render(&chat).unwrap(), "none");
+        chat.tools = Some(json!([{"type": "function"}]));
+        assert_eq!(template(source).render(&chat).unwrap(), "tools");
     }
 
     #[test]
