@@ -61,7 +61,7 @@ pub struct HealthFlags {
     pub is_doubtful: bool,
     /// Whether the engine reports its adapters, so that [`Health::adapters`] is known.
     pub has_adapters: bool,
-    /// Whether this kind of engine supports `cache_salt`.
+    /// Whether this kind and version of engine supports `cache_salt`.
     pub knows_salts: bool,
     /// Whether the engine, once it has a role, must meet another engine in a bootstrap room.
     pub meets_in_rooms: bool,
@@ -310,7 +310,7 @@ impl ProbeRecord {
                 && (self.fault == Some(Fault::Unwell) || self.standstill == Some(Standstill::Hung))
                 && self.locked_out.is_none(),
             has_adapters: self.adapters.is_some(),
-            knows_salts: self.kind.is_some_and(EngineKind::knows_salts),
+            knows_salts: (self.kind).is_some_and(|kind| kind.knows_salts(self.version.as_deref())),
             meets_in_rooms: self.kind == Some(EngineKind::Sglang)
                 && (self.disaggregation.as_ref()).is_none_or(DisaggregationFacts::is_apart),
             waiting: self.metrics.waiting.unwrap_or(0),

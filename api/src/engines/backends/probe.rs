@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::sync::Notify;
+use bytes::Bytes;
 use http::StatusCode;
 use state::command::BackendRole;
 use state::{Backend, StateView};
@@ -108,21 +109,27 @@ impl Probe {
         self.ready(client, &self.settings());
         self.scrape(client, self.rank()).await;
         self.list_models(client).await;
-        self.ask_mode(client).await;
+        _ = self.ask_server_info(client).await;
     }
 
-    /// Queries which stage an SGLang engine computes.
-    async fn ask_mode(&self, client: &mut ProbeClient) {
+    /// Queries which stage an SGLang engine computes. Returns its response; `None` from other
+    /// engines, or if it reports none.
+    async fn ask_server_info(&self, client: &mut ProbeClient) -> Result<Option<Bytes>, ProbeError> {
         let record = self.backends.record(self.stay.slot());
         if record.is_none_or(|record| record.kind != Some(EngineKind::Sglang)) {
-            return;
+            return Ok(None);
         }
-        let answer = success(client.get("/server_info", SERVER_INFO_BYTES_MAX).await);
-        let facts = answer.map(|answer| DisaggregationFacts::read(&answer.body));
-        match facts {
-            Ok(facts) => self.stay.update(|record| record.disaggregation = facts),
-            Err(why) => tracing::debug!(slot = self.stay.slot().0, why, "mode is unknown"),
+        let answer = client.get("/server_info", SERVER_INFO_BYTES_MAX).await;
+        if let Err(why) = &answer {
+            tracing::debug!(slot = self.stay.slot().0, %why, "mode is unknown");
         }
+        let answer = answer?;
+        if !answer.status.is_success() {
+            return Ok(None);
+        }
+        let facts = DisaggregationFacts::read(&answer.body);
+        self.stay.update(|record| record.disaggregation = facts);
+        Ok(Some(answer.body))
     }
 
     /// Returns the current settings, which may be replaced while the engine is probed.
@@ -306,8 +313,7 @@ impl Probe {
                     is_healthy = record.is_healthy;
                 });
                 if let Some(engine) = recognised {
-                    let knows_salts = engine.knows_salts();
-                    tracing::info!(backend = self.id, %engine, knows_salts, "engine recognised");
+                    tracing::info!(backend = self.id, %engine, "engine recognised");
                 }
                 if !is_healthy {
                     // The engine responds again: probe at once instead of waiting for the next
@@ -363,12 +369,15 @@ impl Probe {
         let Ok(answer) = client.get("/version", HEALTH_BYTES_MAX).await else {
             return false;
         };
-        self.ask_mode(client).await;
-        let version = answer.status.is_success();
-        let version = version
-            .then(|| engine::read_version(&answer.body))
-            .flatten();
-        self.stay.update(|record| record.version = version);
+        let Ok(info) = self.ask_server_info(client).await else {
+            return false;
+        };
+        // SGLang reports its version beside its mode.
+        let is_told = answer.status.is_success();
+        let version = is_told.then(|| engine::read_version(&answer.body));
+        let version = version.or_else(|| info.as_deref().map(engine::read_version));
+        self.stay
+            .update(|record| record.version = version.flatten());
         true
     }
 

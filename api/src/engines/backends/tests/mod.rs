@@ -19,6 +19,7 @@ use tokio::task::AbortHandle;
 
 use super::*;
 
+mod sglang;
 mod takeover;
 
 const PAGE: &str = include_str!("../samples/vllm.txt");
