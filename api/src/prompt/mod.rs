@@ -119,6 +119,13 @@ pub struct ParsedBody {
     pub reply: ReplyShape,
 }
 
+impl ParsedBody {
+    /// Whether several answers to each prompt are requested.
+    pub(crate) fn has_samples(&self) -> bool {
+        self.choices > self.batch.prompts.saturating_add(1)
+    }
+}
+
 /// Size of a batch without its first prompt. Only the first prompt's blocks are known, but engines
 /// compute all prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -283,6 +290,8 @@ pub struct ChainTail {
     pub is_partial: bool,
     /// Whether the engine skips its cache for the prompt, so that its report is not informative.
     pub skips_cache: bool,
+    /// Whether several answers to the prompt are requested.
+    pub has_samples: bool,
     /// The model's bytes per token when the prompt was identified.
     pub ratio: TokenRatio,
 }

@@ -510,6 +510,13 @@ impl Backends {
         self.cache_reports.tells_any(backend)
     }
 
+    /// Whether the engine in `slot` reports prompts with several answers as cached even if they were
+    /// computed, as SGLang does: each answer but the first finds the prompt.
+    pub(crate) fn miscounts_samples(&self, slot: Slot) -> bool {
+        let record = self.record(slot);
+        record.is_some_and(|record| record.kind == Some(EngineKind::Sglang))
+    }
+
     /// Records how many of the predicted tokens a response to `user` found cached.
     pub(crate) fn found_cached(
         &self,
@@ -544,6 +551,13 @@ impl Backends {
             record.adapters.clone_from(&health.adapters);
         });
         self.changed();
+    }
+
+    /// Sets the kind of the engine in `slot`, for tests.
+    #[cfg(test)]
+    pub(crate) fn assume_kind(&self, slot: Slot, kind: EngineKind) {
+        let set = |record: &mut ProbeRecord| record.kind = Some(kind);
+        self.board.update(slot, None, set);
     }
 
     fn changed(&self) {

@@ -14,6 +14,8 @@ pub(super) struct PromptSize {
     pub(in crate::routing) predicted: u64,
     /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
     pub(super) uses_cache: bool,
+    /// Whether the engine's count of cached tokens is wrong, so that the prediction counts.
+    pub(super) is_miscounted: bool,
     /// Number of tokens per block.
     pub(super) block_tokens: u32,
     pub(super) ratio: TokenRatio,
@@ -35,6 +37,7 @@ impl PromptSize {
             tokens,
             predicted: predicted.min(tokens),
             uses_cache: !tail.skips_cache,
+            is_miscounted: false,
             block_tokens: tail.tokens_per_block,
             ratio: tail.ratio,
         }

@@ -1,6 +1,7 @@
 //! Tests that measurements of attempts become prices and a verdict on predictions in the state.
 
 use super::*;
+use crate::engines::backends::{AnswerForm, EngineKind};
 
 impl Bench {
     /// Queues all samples, due or not, and applies them.
@@ -13,6 +14,28 @@ impl Bench {
 
     fn served(&self, slot: u16) -> state::service::BackendServiceView {
         *self.router.view.service().get(Slot(slot)).unwrap()
+    }
+}
+
+#[test]
+fn sglangs_count_of_a_prompt_with_several_answers_is_not_believed() {
+    for (kind, n, expected) in [
+        (EngineKind::Vllm, 2, [1, 99, 1]),
+        (EngineKind::Sglang, 1, [1, 99, 1]),
+        (EngineKind::Sglang, 2, [100, 0, 1]),
+    ] {
+        let bench = Bench::new(1);
+        bench.router.decider().backends.assume_kind(Slot(0), kind);
+        let question = json!({"model": "m", "prompt": "a".repeat(400), "n": n});
+        let identity = bench
+            .router
+            .reader()
+            .identify(&body("/v1/completions", &question));
+        let (_, mut attempt) = bench.start(&identity);
+        attempt.set_response_form(AnswerForm::of("/v1/completions", false));
+        attempt.usage(usage(100, Some(99), 1), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
+        assert_eq!(bench.charged(), expected, "{kind} {n}");
     }
 }
 

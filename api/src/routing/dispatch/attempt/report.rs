@@ -62,7 +62,7 @@ impl OpenAttempt {
         let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
             return;
         };
-        if self.prefill.is_some() {
+        if self.prefill.is_some() || self.prompt.is_miscounted {
             return;
         }
         let backends = &dispatcher.backends;

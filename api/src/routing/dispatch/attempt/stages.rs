@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use state::Registry;
+use state::ids::BackendRef;
 use tokio::time::Instant;
 
 use super::{Attempt, OpenAttempt};
@@ -46,7 +47,12 @@ impl Dispatcher {
         ask: &RoutingRequest<'_>,
         (registry, now): (&Registry, Instant),
     ) -> Stages {
-        let here = PromptSize::of(ask.identity, decision.matched);
+        let size = |backend: BackendRef, matched| PromptSize {
+            is_miscounted: ask.identity.tail.has_samples
+                && self.backends.miscounts_samples(backend.slot),
+            ..PromptSize::of(ask.identity, matched)
+        };
+        let here = size(decision.backend, decision.matched);
         let Some((chosen, place)) = decision.prefill.as_ref().zip(place) else {
             return Stages {
                 computed_here: here.tokens - here.predicted,
@@ -56,7 +62,7 @@ impl Dispatcher {
         };
         let attempt = self.begin_prefill((chosen, place), decision.touch, ask, (registry, now));
         Stages {
-            prompt: PromptSize::of(ask.identity, chosen.matched),
+            prompt: size(chosen.backend, chosen.matched),
             prefill: Some(PrefillStage {
                 attempt: Some(attempt),
                 fetched: here,
@@ -139,12 +145,14 @@ impl OpenAttempt {
         }
     }
 
-    /// Returns `usage` with the cached tokens of the backend that computed the prompt.
+    /// Returns `usage` with the cached tokens of the backend that computed the prompt, if it counts
+    /// them correctly.
     pub(super) fn believed(&self, usage: Usage) -> Usage {
         let stage = self.prefill.as_ref();
-        stage.map_or(usage, |stage| Usage {
-            cached_tokens: stage.cached_tokens,
+        let cached = stage.map_or(usage.cached_tokens, |stage| stage.cached_tokens);
+        Usage {
+            cached_tokens: cached.filter(|_| !self.prompt.is_miscounted),
             ..usage
-        })
+        }
     }
 }
