@@ -206,6 +206,23 @@ impl<'a> MsgpackReader<'a> {
             _ => Err(before.bad("a number of 32 bits")),
         }
     }
+
+    /// Reads an integer that fits into a `u32`, or two of them in an array, of which it returns the
+    /// first.
+    pub(super) fn small_or_first_of_pair(&mut self) -> Result<u32, MsgpackError> {
+        let before = *self;
+        match self.small() {
+            Err(bad) => {
+                *self = before;
+                let MsgpackValue::Array(2) = self.value()? else {
+                    return Err(bad);
+                };
+                let first = self.small()?;
+                self.small().map(|_| first)
+            }
+            number => number,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -342,9 +342,11 @@ fn read_hashes(
     Ok(())
 }
 
+/// Reads token ids, or the first of each pair of ids: with EAGLE, SGLang's blocks consist of pairs of
+/// a token and the next.
 fn read_tokens(pack: &mut MsgpackReader<'_>, tokens: &mut Vec<u32>) -> Result<(), MsgpackError> {
     for _ in 0..pack.array()? {
-        tokens.push(pack.small()?);
+        tokens.push(pack.small_or_first_of_pair()?);
     }
     Ok(())
 }

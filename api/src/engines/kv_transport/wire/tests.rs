@@ -106,6 +106,32 @@ fn unknown_fields_and_kinds_are_skipped() {
 }
 
 #[test]
+fn blocks_of_pairs_have_the_first_token_of_each() {
+    let with_tokens = |tokens: &[u8]| {
+        let event = [b"\x95\xabBlockStored\x91\x01\xc0", tokens, b"\x02"].concat();
+        let payload = [b"\x92\x00\x91", &event[..]].concat();
+        decode(&payload).map(|payload| payload.events)
+    };
+    let stored = |tokens: &[u8]| match with_tokens(tokens).unwrap().remove(0) {
+        EngineEvent::Stored(stored) => (stored.tokens, stored.block_size),
+        other => panic!("{other:?}"),
+    };
+    let expected = (vec![7, 300], 2);
+    assert_eq!(stored(b"\x92\x07\xcd\x01\x2c"), expected);
+    assert_eq!(
+        stored(b"\x92\x92\x07\xcd\x01\x2c\x92\xcd\x01\x2c\x09"),
+        expected
+    );
+    for bad in [
+        &b"\x91\x91\x07"[..],
+        b"\x91\x93\x07\x08\x09",
+        b"\x91\x92\x07\xa1a",
+    ] {
+        assert!(with_tokens(bad).is_err(), "{bad:?}");
+    }
+}
+
+#[test]
 fn consecutive_unknown_events_are_collapsed() {
     let mut bytes = b"\x92\x00\xdd\x00\x01\x00\x00".to_vec();
     bytes.extend([0xc0; 1 << 16]);
