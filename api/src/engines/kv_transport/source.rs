@@ -60,6 +60,9 @@ struct Publisher {
     endpoint: Option<String>,
     #[serde(default)]
     replay_endpoint: Option<String>,
+    /// Whether SGLang listens at the endpoint; `None` if the endpoint determines it.
+    #[serde(default)]
+    bind: Option<bool>,
 }
 
 fn yes() -> bool {
@@ -201,7 +204,12 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
     let info = ServerInfo::deserialize(info).map_err(bad)?;
     let config = info.kv_events_config.filter(|config| !config.is_empty());
     let config = config.ok_or("the engine publishes no KV events")?;
-    let publisher: Publisher = serde_json::from_str(&config).map_err(bad)?;
+    let mut publisher: Publisher = serde_json::from_str(&config).map_err(bad)?;
+    // Unlike vLLM, SGLang listens there.
+    let is_any = |endpoint: &String| endpoint.contains("0.0.0.0");
+    if publisher.endpoint.as_ref().is_some_and(is_any) {
+        publisher.bind.get_or_insert(true);
+    }
     let (mut events, mut replay) = endpoints(&publisher, host)?;
     events.ranks = info.dp_size.unwrap_or(1).max(1);
     if let Some(replay) = &mut replay {
@@ -220,10 +228,10 @@ fn endpoints(
         return Err("the engine publishes no KV events".to_owned());
     }
     let events = publisher.endpoint.as_deref().unwrap_or("tcp://*:5557");
-    let is_bound = ["ipc://", "bind:"].iter().any(|it| events.starts_with(it))
+    let looks_bound = ["ipc://", "bind:"].iter().any(|it| events.starts_with(it))
         || events.contains('*')
         || events.contains("::");
-    if !is_bound {
+    if !publisher.bind.unwrap_or(looks_bound) {
         return Err(format!(
             "the engine dials {events}: name kv_events = \"bind:{events}\""
         ));
@@ -398,6 +406,23 @@ mod tests {
         }"#;
         let found = shown(read_server_info(answer, "gpu"));
         assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
+        let told = |endpoint: &str, bind: &str| {
+            let config = format!(r#"{{"publisher": "zmq", "endpoint": "{endpoint}"{bind}}}"#);
+            let info = serde_json::json!({ "kv_events_config": config });
+            shown(read_server_info(info.to_string().as_bytes(), "gpu"))
+        };
+        let here = "0 tcp://gpu:5557 \n";
+        assert_eq!(told("tcp://0.0.0.0:5557", ""), here);
+        assert_eq!(told("tcp://gpu:5557", r#", "bind": true"#), here);
+        for (endpoint, bind) in [
+            ("tcp://gpu:5557", ""),
+            ("tcp://*:5557", r#", "bind": false"#),
+        ] {
+            assert!(
+                told(endpoint, bind).starts_with("the engine dials"),
+                "{endpoint}"
+            );
+        }
         let off = shown(read_server_info(br#"{"kv_events_config": null}"#, "gpu"));
         assert_eq!(off, "the engine publishes no KV events");
         // From 0.12 on, vLLM responds like this, and may publish events.
