@@ -240,6 +240,7 @@ fn identity() -> HashIdentity {
     HashIdentity {
         hashing: 7.into(),
         model: "tiny".to_owned(),
+        has_qualified_adapters: false,
         block_size: 16,
         parts: 1,
     }

@@ -36,6 +36,7 @@ fn identity(block_size: u32) -> HashIdentity {
     HashIdentity {
         hashing: HASH_SEED.into(),
         model: MODEL.to_owned(),
+        has_qualified_adapters: false,
         block_size,
         parts: 1,
     }

@@ -287,6 +287,18 @@ pub(super) fn read_version(body: &[u8]) -> Option<String> {
 }
 
 impl EngineModel {
+    /// Prefixes the id of an SGLang engine's adapter with its base model. SGLang lists the adapter
+    /// alone, but answers requests for that name with the base model.
+    fn qualify(&mut self) {
+        let owner = self.owned_by.as_deref().and_then(EngineKind::named);
+        if owner == Some(EngineKind::Sglang)
+            && self.is_adapter()
+            && let Some(parent) = &self.parent
+        {
+            self.id = format!("{parent}:{}", self.id);
+        }
+    }
+
     /// Whether the model is a LoRA adapter.
     pub(crate) fn is_adapter(&self) -> bool {
         let parent = self.parent.as_ref();
@@ -327,6 +339,7 @@ pub(super) fn read_models(body: &[u8]) -> Result<Vec<EngineModel>, ModelListErro
         )));
     }
     let mut models: Vec<EngineModel> = list.data.into_iter().map(EngineModel::from).collect();
+    models.iter_mut().for_each(EngineModel::qualify);
     if let Some(bad) = models
         .iter()
         .find(|it| it.id.is_empty() || it.id.len() > NAME_BYTES_MAX)
@@ -506,6 +519,19 @@ mod tests {
         assert_eq!(models[3].max_model_len, Some(4096));
         assert_eq!(models[4].max_model_len, None);
         assert_eq!(models[5].max_model_len, Some(512));
+    }
+
+    #[test]
+    fn an_sglang_adapter_is_listed_as_requests_must_name_it() {
+        let ids = |owner: &str| {
+            let body = r#"{"data":[{"id":"base","owned_by":"OWNER","parent":null},
+                {"id":"ada","owned_by":"OWNER","parent":"base"}]}"#;
+            let models = read_models(body.replace("OWNER", owner).as_bytes()).unwrap();
+            assert!(models.iter().any(EngineModel::is_adapter));
+            models.into_iter().map(|model| model.id).collect::<Vec<_>>()
+        };
+        assert_eq!(ids("vllm"), ["ada", "base"]);
+        assert_eq!(ids("sglang"), ["base", "base:ada"]);
     }
 
     #[test]

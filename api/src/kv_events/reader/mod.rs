@@ -28,7 +28,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::stream::{EventStream, HashIdentity};
 use super::stream_status::{BackendStreams, StreamBoard};
 use crate::base::clock::Clock;
-use crate::engines::backends::Backends;
+use crate::engines::backends::{Backends, EngineKind};
 use crate::engines::kv_transport::socket::Sockets;
 use crate::engines::kv_transport::source::{self, EngineSources};
 use crate::ports::Cluster;
@@ -269,9 +269,11 @@ fn identify(
     let block_size = block_size.ok_or(KvRejection::Tokenizer)?;
     let registry = parts.view.registry();
     let engine = registry.block_sizes.of_engine(slot);
+    let kind = parts.backends.record(slot).and_then(|record| record.kind);
     Ok(HashIdentity {
         hashing: registry.hashing(),
         model,
+        has_qualified_adapters: kind == Some(EngineKind::Sglang),
         block_size,
         parts: engine.map_or(1, |engine| engine / block_size),
     })

@@ -7,6 +7,7 @@
 //! block with an unknown parent is set aside, within bounds, until the parent arrives: it is never
 //! taken for the start of a prompt. The cluster is told of the parent, because it may know it.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use bytes::Bytes;
@@ -39,11 +40,26 @@ pub struct HashIdentity {
     pub hashing: BlockHasher,
     /// Model of blocks without an adapter.
     pub model: String,
+    /// Whether requests name an adapter as `model:adapter`, while events name only the adapter.
+    pub has_qualified_adapters: bool,
     /// Tokens per block in the router's hashing of this model and of models served as its adapters.
     pub block_size: u32,
     /// Number of router blocks per engine block, as known at the start: 1 until the engine has
     /// reported its block size.
     pub parts: u32,
+}
+
+impl HashIdentity {
+    /// Returns the model that requests for blocks with this adapter name.
+    fn model_of(&self, adapter: Option<&str>) -> Cow<'_, str> {
+        match adapter {
+            None => Cow::Borrowed(&self.model),
+            Some(adapter) if self.has_qualified_adapters => {
+                Cow::Owned(format!("{}:{adapter}", self.model))
+            }
+            Some(adapter) => Cow::Owned(adapter.to_owned()),
+        }
+    }
 }
 
 /// Error for events that cannot be used, with the reason.
@@ -256,7 +272,7 @@ impl PublishedBlocks {
         cut: &mut MessageParts<'_>,
     ) {
         let scope = TokenScope {
-            model: adapter.unwrap_or(&self.identity.model),
+            model: &self.identity.model_of(adapter),
             salt,
             block_size: self.identity.block_size,
         };
@@ -402,5 +418,28 @@ impl PublishedBlocks {
             Some((first, _)) => *first == group,
             None => self.groups.get(&group) != Some(&false),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_adapters_belong_to_the_model_that_requests_name() {
+        let model = |has_qualified_adapters: bool, adapter: Option<&str>| {
+            let identity = HashIdentity {
+                hashing: 7.into(),
+                model: "base".to_owned(),
+                has_qualified_adapters,
+                block_size: 16,
+                parts: 1,
+            };
+            identity.model_of(adapter).into_owned()
+        };
+        assert_eq!(model(false, None), "base");
+        assert_eq!(model(true, None), "base");
+        assert_eq!(model(false, Some("ada")), "ada");
+        assert_eq!(model(true, Some("ada")), "base:ada");
     }
 }

@@ -112,6 +112,7 @@ pub(super) fn identity(block_size: u32) -> HashIdentity {
     HashIdentity {
         hashing: 7.into(),
         model: "tiny".to_owned(),
+        has_qualified_adapters: false,
         block_size,
         parts: 1,
     }
