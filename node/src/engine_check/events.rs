@@ -3,6 +3,8 @@
 use api::engines::kv_transport::endpoint::KvEndpoint;
 use api::engines::kv_transport::socket::{SocketMessage, Sockets as _, Zmq};
 use api::engines::kv_transport::{AdvertisedEvents, ask_where_published, named_publisher, wire};
+use state::BlockSizes;
+use state::kv_events::{KvReason, KvRejection};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
@@ -45,21 +47,35 @@ pub(super) async fn check(
                 "{}, {ranks} rank(s), blocks of {} tokens, replay: {}",
                 sources.events, seen.block_size, seen.replay
             );
-            let (outcome, therefore) = match seen.is_replayed {
-                true => (
-                    CheckOutcome::Yes,
-                    format!("kv_events = {setting} gives exact ownership, with a tokenizer"),
-                ),
-                false => (
-                    CheckOutcome::Partly,
-                    format!(
-                        "kv_events = {setting} is exact until the first missed message, then \
-                         leases: set a replay_endpoint"
-                    ),
-                ),
-            };
+            let (outcome, therefore) = judge(&seen, setting);
             CheckResult::new(NAME, outcome, found, therefore)
         }
+    }
+}
+
+/// Returns what a replica makes of these events, by the rules of the replicated state.
+fn judge(seen: &SeenEvents, setting: &str) -> (CheckOutcome, String) {
+    let (engine, router) = (seen.block_size, BlockSizes::of_lone_engine(seen.block_size));
+    if !engine.is_multiple_of(router) {
+        let why = KvReason::Refused(KvRejection::BlockSize { engine, router });
+        let therefore = format!(
+            "{why}, so what it has cached is inferred from requests (leases): start it with larger \
+             blocks (SGLang: --page-size 16)"
+        );
+        return (CheckOutcome::No, therefore);
+    }
+    match seen.is_replayed {
+        true => (
+            CheckOutcome::Yes,
+            format!("kv_events = {setting} gives exact ownership, with a tokenizer"),
+        ),
+        false => (
+            CheckOutcome::Partly,
+            format!(
+                "kv_events = {setting} is exact until the first missed message, then leases: set a \
+                 replay_endpoint"
+            ),
+        ),
     }
 }
 
@@ -156,4 +172,31 @@ fn block_size(payload: &[u8]) -> Result<Option<u32>, String> {
         }
     });
     Ok(stored)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_with_too_small_blocks_is_not_exact() {
+        let judged = |block_size, is_replayed| {
+            let seen = SeenEvents {
+                block_size,
+                is_replayed,
+                replay: String::new(),
+            };
+            judge(&seen, "\"auto\"")
+        };
+        let (outcome, therefore) = judged(1, true);
+        assert_eq!(outcome, CheckOutcome::No);
+        assert!(
+            therefore.starts_with("its blocks have 1 tokens, the router's 16, so"),
+            "{therefore}"
+        );
+        for size in [8, 16, 24, 32, 784] {
+            assert_eq!(judged(size, true).0, CheckOutcome::Yes, "{size}");
+            assert_eq!(judged(size, false).0, CheckOutcome::Partly, "{size}");
+        }
+    }
 }

@@ -49,6 +49,12 @@ impl BlockSizes {
         self.by_model.get(model).copied()
     }
 
+    /// Returns the tokens per block of a model whose only engine has blocks of `size` tokens.
+    #[must_use]
+    pub fn of_lone_engine(size: u32) -> u32 {
+        Self::default().settled("", &[size])
+    }
+
     /// Returns the tokens per block that the engine in `slot` reported, if it did.
     #[must_use]
     pub fn of_engine(&self, slot: Slot) -> Option<u32> {
