@@ -8,7 +8,7 @@ use bytes::Bytes;
 use expect_test::expect;
 use serde_json::Value;
 
-use super::{Prompt, Tokenizer, TokenizerContent, TokenizerSpec, parse};
+use super::{ChatRenderer, Prompt, Tokenizer, TokenizerContent, TokenizerSpec, parse};
 
 const MESSAGES: &str = "/v1/messages";
 const RECORDED: [(&str, &str); 3] = [
@@ -36,7 +36,7 @@ fn flattened(path: &str, body: &Bytes) -> String {
 }
 
 fn rendered(tokenizer: &Arc<Tokenizer>, path: &str, body: &Bytes) -> String {
-    match tokenizer.content(path, body).unwrap() {
+    match tokenizer.content(path, body, ChatRenderer::Vllm).unwrap() {
         TokenizerContent::Text(text) => text.parts.concat(),
         other => panic!("{other:?} is no text"),
     }

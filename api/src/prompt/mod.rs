@@ -63,7 +63,7 @@ pub(crate) use reader::TokenizingMetrics;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tokenizer::fuzzing;
 pub(crate) use tokenizer::{
-    DEADLINE, EncodeError, Encoded, EngineTokenizer, TokenizeRequest, TokenizeResult,
+    ChatRenderer, DEADLINE, EncodeError, Encoded, EngineTokenizer, TokenizeRequest, TokenizeResult,
     TokenizerContent, tokenize_request,
 };
 

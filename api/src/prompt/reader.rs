@@ -25,11 +25,12 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::read::no_model;
 use super::tokenize_client::{ReplyJoin, ReplyQuery, TokenizeClient};
 use super::{
-    BlockUnit, BodyRejection, DEADLINE, EncodeError, Encoded, EngineTokenizer, Fallback,
-    FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape, SpecialTokenCount,
-    TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, tokenize_request,
+    BlockUnit, BodyRejection, ChatRenderer, DEADLINE, EncodeError, Encoded, EngineTokenizer,
+    Fallback, FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape,
+    SpecialTokenCount, TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed,
+    tokenize_request,
 };
-use crate::engines::backends::Backends;
+use crate::engines::backends::{Backends, EngineKind};
 
 /// Maximum size of a body that is parsed and hashed inline, in bytes. Longer ones would delay other
 /// connections of the thread, so they go to the blocking pool.
@@ -133,6 +134,15 @@ impl TokenizingMetrics {
             .inc();
         self.seconds.observe(began.elapsed().as_secs_f64());
     }
+}
+
+/// The part of a request that a tokenizer reads.
+#[derive(Clone, Copy)]
+struct PromptSource<'a> {
+    path: &'a str,
+    body: &'a Bytes,
+    /// Engine whose way of rendering chats is followed.
+    renderer: ChatRenderer,
 }
 
 /// Token ids of a prompt, by source.
@@ -307,15 +317,19 @@ impl PromptReader {
         read: &mut ReadRequest,
     ) -> Result<(), ReadError> {
         let began = Instant::now();
+        let source = PromptSource {
+            path,
+            body,
+            renderer: self.renderer_of(&read.parsed.model),
+        };
         let (outcome, tokens) = match tokenizer.remote() {
             Some(remote) if tokenizer.has_files() => {
-                self.encode_or_ask(tokenizer, remote, (path, body), read)
-                    .await?
+                self.encode_or_ask(tokenizer, remote, source, read).await?
             }
-            Some(remote) => ("engine", self.ask(remote, path, body, read).await),
+            Some(remote) => ("engine", self.ask(remote, source, read).await),
             None => {
                 let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
-                self.encode(tokenizer, path, body, salt).await?
+                self.encode(tokenizer, source, salt).await?
             }
         };
         let outcome = match tokens {
@@ -347,6 +361,20 @@ impl PromptReader {
         Ok(())
     }
 
+    /// Returns the way in which the engines of `model` render chats: that of the first engine whose
+    /// kind is known. A model rarely has engines of several kinds.
+    fn renderer_of(&self, model: &str) -> ChatRenderer {
+        let registry = self.view.registry();
+        let mut serving = registry.backends.iter().filter(|it| it.serves(model));
+        let kind = serving.find_map(|it| self.backends.kind(it.handle.slot));
+        match kind {
+            Some(EngineKind::Sglang) => ChatRenderer::Sglang,
+            Some(EngineKind::Vllm | EngineKind::LlamaCpp | EngineKind::Dynamo) | None => {
+                ChatRenderer::Vllm
+            }
+        }
+    }
+
     /// Tokenizes with the local files and compares the tokens with an engine's: always until
     /// several prompts of the same path and model in a row have matched, then occasionally. The
     /// engine's tokens take precedence. While engines are busy, tokens are not compared.
@@ -354,12 +382,12 @@ impl PromptReader {
         &self,
         tokenizer: &Arc<Tokenizer>,
         remote: &EngineTokenizer,
-        (path, body): (&str, &Bytes),
+        source: PromptSource<'_>,
         read: &ReadRequest,
     ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
         let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
-        let (how, here) = self.encode(tokenizer, path, body, salt).await?;
-        let kind = xxh3_64(format!("{:?}", (path, &read.parsed.model)).as_bytes());
+        let (how, here) = self.encode(tokenizer, source, salt).await?;
+        let kind = xxh3_64(format!("{:?}", (source.path, &read.parsed.model)).as_bytes());
         let (is_sure, is_due) = {
             let mut agreement = remote.agreement();
             (agreement.is_sure(kind), agreement.is_due(kind))
@@ -367,7 +395,7 @@ impl PromptReader {
         let encoded = match here {
             Ok(PromptTokens::Encoded(encoded)) if is_due && !remote.is_busy() => encoded,
             Err(_) if !remote.is_busy() => {
-                let asked = self.ask(remote, path, body, read).await;
+                let asked = self.ask(remote, source, read).await;
                 return Ok(if asked.is_ok() {
                     ("engine", asked)
                 } else {
@@ -377,7 +405,7 @@ impl PromptReader {
             here => return Ok((how, here)),
         };
         let patience = if is_sure { CHECK_WAIT_MAX } else { DEADLINE };
-        let asked = tokio::time::timeout(patience, self.ask(remote, path, body, read)).await;
+        let asked = tokio::time::timeout(patience, self.ask(remote, source, read)).await;
         let Ok(Ok(PromptTokens::Asked(ids, tokenize_request))) = asked else {
             return Ok((how, Ok(PromptTokens::Encoded(encoded))));
         };
@@ -410,13 +438,17 @@ impl PromptReader {
     async fn encode(
         &self,
         tokenizer: &Arc<Tokenizer>,
-        path: &str,
-        body: &Bytes,
+        source: PromptSource<'_>,
         salt: &str,
     ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
+        let PromptSource {
+            path,
+            body,
+            renderer,
+        } = source;
         let mut prepared = None;
         if body.len() <= RENDERED_INLINE_BYTES_MAX {
-            match tokenizer.content(path, body) {
+            match tokenizer.content(path, body, renderer) {
                 Ok(TokenizerContent::Text(text)) => {
                     match tokenizer.encode(&text, salt, FRESH_INLINE_BYTES_MAX) {
                         Ok(encoded) => return Ok(("here", Ok(PromptTokens::Encoded(encoded)))),
@@ -438,7 +470,7 @@ impl PromptReader {
         let tokens = blocking(move || {
             let _permit = permit;
             let text = match prepared.map_or_else(
-                || tokenizer.content(&path, &body),
+                || tokenizer.content(&path, &body, renderer),
                 |text| Ok(TokenizerContent::Text(text)),
             ) {
                 Ok(TokenizerContent::Text(text)) => text,
@@ -458,12 +490,15 @@ impl PromptReader {
     async fn ask(
         &self,
         remote: &EngineTokenizer,
-        path: &str,
-        body: &Bytes,
+        PromptSource {
+            path,
+            body,
+            renderer,
+        }: PromptSource<'_>,
         read: &ReadRequest,
     ) -> Result<PromptTokens, Fallback> {
         let model = &read.parsed.model;
-        let tokenize_request = match tokenize_request(path, model, body)? {
+        let tokenize_request = match tokenize_request(path, model, body, renderer)? {
             TokenizeRequest::Ask(tokenize_request) => tokenize_request,
             TokenizeRequest::Ids(ids) => return Ok(PromptTokens::Ids(ids)),
             TokenizeRequest::Nothing => return Ok(PromptTokens::Nothing),

@@ -114,8 +114,7 @@ pub struct ProbeRecord {
     pub id: String,
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Why the backend is unhealthy, or the last failure of a healthy one; `None` if nothing has
-    /// failed since the last passed probe.
+    /// Why the backend is unhealthy, or what has failed since the last passed probe, if anything.
     pub detail: Option<String>,
     /// How the last probe failed; `None` if it passed or there was none.
     pub fault: Option<Fault>,
@@ -291,8 +290,7 @@ impl ProbeRecord {
         }));
     }
 
-    /// Records a failed scrape. After several in a row, drops the figures, which are then out of
-    /// date.
+    /// Records a failed scrape. After several in a row, drops the figures, which are out of date.
     pub(crate) fn scrape_failed(&mut self, why: String) {
         self.scrape_failures_in_row = self.scrape_failures_in_row.saturating_add(1);
         self.metrics_detail = Some(why);
@@ -379,7 +377,11 @@ impl HealthTable {
     }
 
     pub(crate) fn record(&self, slot: Slot) -> Option<ProbeRecord> {
-        self.cell(slot)?.lock().record.clone()
+        self.read(slot, ProbeRecord::clone)
+    }
+
+    pub(super) fn read<T>(&self, slot: Slot, of: impl FnOnce(&ProbeRecord) -> T) -> Option<T> {
+        self.cell(slot)?.lock().record.as_ref().map(of)
     }
 
     /// Returns the signal that requests an immediate probe after the data plane saw a failure.

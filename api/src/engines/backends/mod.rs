@@ -329,6 +329,12 @@ impl Backends {
         self.board.record(slot)
     }
 
+    /// Returns the kind of the engine in `slot`; `None` if the slot is empty or the kind unknown.
+    #[must_use]
+    pub fn kind(&self, slot: Slot) -> Option<EngineKind> {
+        self.board.read(slot, |record| record.kind).flatten()
+    }
+
     /// Returns the entry for a model in the list of the engine in `slot`; `None` if not listed.
     pub(crate) fn listed(&self, slot: Slot, model: &str) -> Option<EngineModel> {
         let listed = self.board.record(slot)?.listed?;
@@ -513,8 +519,7 @@ impl Backends {
     /// Whether the engine in `slot` reports prompts with several answers as cached even if they were
     /// computed, as SGLang does: each answer but the first finds the prompt.
     pub(crate) fn miscounts_samples(&self, slot: Slot) -> bool {
-        let record = self.record(slot);
-        record.is_some_and(|record| record.kind == Some(EngineKind::Sglang))
+        self.kind(slot) == Some(EngineKind::Sglang)
     }
 
     /// Records how many of the predicted tokens a response to `user` found cached.

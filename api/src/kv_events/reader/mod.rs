@@ -269,11 +269,10 @@ fn identify(
     let block_size = block_size.ok_or(KvRejection::Tokenizer)?;
     let registry = parts.view.registry();
     let engine = registry.block_sizes.of_engine(slot);
-    let kind = parts.backends.record(slot).and_then(|record| record.kind);
     Ok(HashIdentity {
         hashing: registry.hashing(),
         model,
-        has_qualified_adapters: kind == Some(EngineKind::Sglang),
+        has_qualified_adapters: parts.backends.kind(slot) == Some(EngineKind::Sglang),
         block_size,
         parts: engine.map_or(1, |engine| engine / block_size),
     })

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::super::read::{PromptField, is_anthropic};
 use super::anthropic;
 use super::parts::{UnclearBodyError, array, message, text_part};
+use super::sglang::{self, ChatRenderer};
 
 /// Prompt of a body, as input for a tokenizer.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,10 +43,15 @@ pub(super) struct Chat {
     pub(super) add_generation_prompt: bool,
     pub(super) continue_final_message: bool,
     pub(super) add_special_tokens: bool,
+    pub(super) renderer: ChatRenderer,
 }
 
-/// Reads the prompt from the body of a request to `path`.
-pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBodyError> {
+/// Reads the prompt from the body of a request to `path`, for an engine like `renderer`.
+pub(super) fn read(
+    path: &str,
+    body: &[u8],
+    renderer: ChatRenderer,
+) -> Result<TokenizerInput, UnclearBodyError> {
     let mut body: Map<String, Value> =
         serde_json::from_slice(body).map_err(|_| UnclearBodyError)?;
     let surface = PromptField::of(path);
@@ -53,10 +59,10 @@ pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBod
         PromptField::Chat if is_anthropic(path) => {
             let messages = anthropic::messages(&mut body)?;
             let effort = anthropic::effort(&body);
-            chat(messages, effort, body, true)
+            chat(messages, effort, body, (true, renderer))
         }
-        PromptField::Chat => openai(body, true),
-        PromptField::Responses => responses(body),
+        PromptField::Chat => openai(body, (true, renderer)),
+        PromptField::Responses => responses(body, renderer),
         PromptField::Completions => plain(body.remove("prompt"), &body),
         PromptField::Pooling => {
             let text = ["prompt", "input", "query", "queries", "text_1", "data_1"]
@@ -64,7 +70,9 @@ pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBod
                 .find_map(|field| body.remove(*field).filter(|value| !value.is_null()));
             match text {
                 Some(text) => plain(Some(text), &body),
-                None if body.contains_key("messages") => openai(body, path == "/tokenize"),
+                None if body.contains_key("messages") => {
+                    openai(body, (path == "/tokenize", renderer))
+                }
                 None => Ok(TokenizerInput::Nothing),
             }
         }
@@ -108,17 +116,12 @@ fn token_id(value: &Value) -> Option<u32> {
 
 fn openai(
     mut body: Map<String, Value>,
-    is_reply_wanted: bool,
+    how: (bool, ChatRenderer),
 ) -> Result<TokenizerInput, UnclearBodyError> {
     let messages = array(body.remove("messages"))?;
     let messages = messages.into_iter().map(message);
     let effort = body.remove("reasoning_effort");
-    chat(
-        messages.collect::<Result<_, _>>()?,
-        effort,
-        body,
-        is_reply_wanted,
-    )
+    chat(messages.collect::<Result<_, _>>()?, effort, body, how)
 }
 
 /// Combines `messages` with the other fields of the body of a chat. `effort` is the requested
@@ -127,37 +130,54 @@ fn chat(
     messages: Vec<Value>,
     effort: Option<Value>,
     mut body: Map<String, Value>,
-    is_reply_wanted: bool,
+    (is_reply_wanted, renderer): (bool, ChatRenderer),
 ) -> Result<TokenizerInput, UnclearBodyError> {
     let mut kwargs = match body.remove("chat_template_kwargs") {
         Some(Value::Object(kwargs)) => kwargs,
         None | Some(Value::Null) => Map::new(),
         Some(_) => return Err(UnclearBodyError),
     };
-    if let Some(Value::String(effort)) = effort {
-        // Some templates think only if told so, others unless told otherwise.
-        let is_thinking = effort != "none";
-        kwargs
-            .entry("enable_thinking")
-            .or_insert(is_thinking.into());
-        kwargs.insert("reasoning_effort".to_owned(), effort.into());
+    match (effort, renderer) {
+        (Some(Value::String(effort)), ChatRenderer::Sglang) => {
+            sglang::set_effort(&mut kwargs, effort);
+        }
+        (Some(Value::String(effort)), ChatRenderer::Vllm) => {
+            // Some templates think only if told so, others unless told otherwise.
+            let is_thinking = effort != "none";
+            kwargs
+                .entry("enable_thinking")
+                .or_insert(is_thinking.into());
+            kwargs.insert("reasoning_effort".to_owned(), effort.into());
+        }
+        (_, ChatRenderer::Sglang | ChatRenderer::Vllm) => {}
     }
     let is_list = |value: &Value| value.as_array().is_some_and(|items| !items.is_empty());
-    let tools = body.remove("tools").filter(is_list).map(tools);
+    let mut offered = match body.remove("tools").filter(is_list) {
+        Some(listed) => tools(listed, renderer)?,
+        None => Vec::new(),
+    };
+    let add_generation_prompt = match renderer {
+        ChatRenderer::Vllm => flag(&body, "add_generation_prompt", is_reply_wanted),
+        ChatRenderer::Sglang => {
+            offered = sglang::chosen(offered, body.get("tool_choice"));
+            is_reply_wanted
+        }
+    };
     Ok(TokenizerInput::Chat(Box::new(Chat {
         messages,
-        tools: tools.transpose()?,
+        tools: (!offered.is_empty()).then(|| offered.into()),
         documents: body.remove("documents").filter(is_list),
         kwargs,
-        add_generation_prompt: flag(&body, "add_generation_prompt", is_reply_wanted),
+        add_generation_prompt,
         continue_final_message: flag(&body, "continue_final_message", false),
         add_special_tokens: flag(&body, "add_special_tokens", false),
+        renderer,
     })))
 }
 
 /// Converts tools as vLLM serializes them: known fields only, in a fixed order, absent ones as
 /// `null`. `strict` and `defer_loading` are omitted if absent.
-fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
+fn tools(tools: Value, renderer: ChatRenderer) -> Result<Vec<Value>, UnclearBodyError> {
     let tool = |tool: Value| {
         let Value::Object(mut tool) = tool else {
             return Err(UnclearBodyError);
@@ -180,16 +200,19 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
         let Value::Object(mut function) = function else {
             return Err(UnclearBodyError);
         };
-        let mut ordered = Map::new();
-        for field in ["name", "description", "parameters"] {
-            let value = function.shift_remove(field).unwrap_or(Value::Null);
-            ordered.insert(field.to_owned(), value);
-        }
         if let Some(deferred) = &deferred {
             let own = function.entry("defer_loading").or_insert(Value::Null);
             if own.is_null() {
                 *own = deferred.clone();
             }
+        }
+        if renderer == ChatRenderer::Sglang {
+            return Ok(sglang::tool(function, deferred.as_ref()));
+        }
+        let mut ordered = Map::new();
+        for field in ["name", "description", "parameters"] {
+            let value = function.shift_remove(field).unwrap_or(Value::Null);
+            ordered.insert(field.to_owned(), value);
         }
         for field in ["strict", "defer_loading"] {
             let value = function.get(field).filter(|value| !value.is_null());
@@ -205,7 +228,10 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
 }
 
 /// Reads a body of `/v1/responses`, in which calls and outputs are items. They become messages.
-fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
+fn responses(
+    mut body: Map<String, Value>,
+    renderer: ChatRenderer,
+) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("instructions") {
         None | Some(Value::Null) => {}
@@ -244,27 +270,56 @@ fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
         .get("reasoning")
         .and_then(|it| it.get("effort"))
         .cloned();
-    chat(messages, effort, body, true)
+    chat(messages, effort, body, (true, renderer))
 }
 
 impl Chat {
     /// Returns the messages for a template. With `has_parts`, their contents are lists of parts.
-    /// Otherwise, they are texts with a line break between parts.
+    /// Otherwise, they are texts, with what the engine puts between parts.
     pub(super) fn for_template(&self, has_parts: bool) -> Vec<Value> {
         let convert = |message: &Value| {
             let mut message = message.as_object().cloned().unwrap_or_default();
             let is_tool = message.get("role").is_some_and(|role| role == "tool");
             let content = message.get("content");
-            let content = if has_parts && !is_tool {
+            let is_kept = match content {
+                Some(Value::String(_)) => !self.renderer.wraps_texts(),
+                _ => false,
+            };
+            let content = if has_parts && !is_tool && !is_kept {
                 as_parts(content)
             } else {
-                Value::String(as_text(content))
+                Value::String(as_text(content, self.renderer))
             };
             message.insert("content".to_owned(), content);
             parse_arguments(&mut message);
             Value::Object(message)
         };
         self.messages.iter().map(convert).collect()
+    }
+
+    /// Takes the final message out if it is to be continued and the engine tokenizes its text alone,
+    /// after the others. Returns the text.
+    pub(super) fn take_continued(&mut self) -> Option<String> {
+        if self.renderer != ChatRenderer::Sglang || !self.continue_final_message {
+            return None;
+        }
+        self.continue_final_message = false;
+        let last = self.messages.pop_if(|it| sglang::is_assistants(it))?;
+        Some(as_text(last.get("content"), self.renderer))
+    }
+
+    /// Returns the messages as frames, for use without a template. Each frame is tokenized
+    /// separately, so that its tokens stay the same as the conversation grows.
+    pub(super) fn framed(&self) -> Vec<String> {
+        let tools = self.tools.iter();
+        let tools = tools.map(|tools| format!("<|tools|>\n{tools}\n"));
+        let messages = self.messages.iter().map(|message| {
+            let role = message["role"].as_str().unwrap_or_default();
+            let content = as_text(message.get("content"), self.renderer);
+            let calls = message.get("tool_calls").map(ToString::to_string);
+            format!("<|{role}|>\n{content}{}\n", calls.unwrap_or_default())
+        });
+        tools.chain(messages).collect()
     }
 }
 
@@ -276,13 +331,13 @@ fn as_parts(content: Option<&Value>) -> Value {
     }
 }
 
-/// Returns the text of a message's content, if any, with a line break between parts.
-pub(super) fn as_text(content: Option<&Value>) -> String {
+/// Returns the text of a message's content, if any, with what `renderer` puts between parts.
+pub(super) fn as_text(content: Option<&Value>, renderer: ChatRenderer) -> String {
     match content {
         Some(Value::String(text)) => text.clone(),
         Some(Value::Array(parts)) => {
             let texts = parts.iter().filter_map(|part| part.get("text")?.as_str());
-            texts.collect::<Vec<_>>().join("\n")
+            texts.collect::<Vec<_>>().join(renderer.between_parts())
         }
         _ => String::new(),
     }
@@ -319,7 +374,7 @@ mod tests {
     use super::*;
 
     fn messages(path: &str, body: &Value) -> Value {
-        match read(path, body.to_string().as_bytes()).unwrap() {
+        match read(path, body.to_string().as_bytes(), ChatRenderer::Vllm).unwrap() {
             TokenizerInput::Chat(chat) => chat.messages.into(),
             other => panic!("{other:?} is no chat"),
         }
@@ -351,85 +406,6 @@ mod tests {
             {"type": "function_call_output", "call_id": "c1", "output": "rain"},
         ]});
         assert_eq!(messages("/v1/responses", &responses), expected);
-    }
-
-    #[test]
-    fn reasoning_effort_turns_thinking_on_or_off() {
-        let kwargs = |path: &str, fields: Value| {
-            let mut body = json!({"messages": [], "input": []});
-            let fields = fields.as_object().unwrap().clone();
-            body.as_object_mut().unwrap().extend(fields);
-            match read(path, body.to_string().as_bytes()).unwrap() {
-                TokenizerInput::Chat(chat) => Value::Object(chat.kwargs),
-                other => panic!("{other:?} is no chat"),
-            }
-        };
-        let both = |effort: &str, thinks: bool| json!({"enable_thinking": thinks, "reasoning_effort": effort});
-        let (low, none, nothing) = (both("low", true), both("none", false), json!({}));
-        let own = json!({"enable_thinking": true, "reasoning_effort": "max"});
-        let effort = |effort: &str| json!({"effort": effort});
-        let thinking = |kind: &str| json!({"type": kind, "budget_tokens": 2000});
-        for (path, fields, expected) in [
-            (
-                "/v1/chat/completions",
-                json!({"reasoning_effort": "low"}),
-                &low,
-            ),
-            (
-                "/v1/chat/completions",
-                json!({"reasoning_effort": "none"}),
-                &none,
-            ),
-            (
-                "/v1/chat/completions",
-                json!({"reasoning_effort": null}),
-                &nothing,
-            ),
-            (
-                "/v1/chat/completions",
-                json!({"reasoning_effort": "none", "chat_template_kwargs": own}),
-                &both("none", true),
-            ),
-            ("/v1/responses", json!({"reasoning": effort("low")}), &low),
-            ("/v1/responses", json!({"reasoning": effort("none")}), &none),
-            (
-                "/v1/responses",
-                json!({"reasoning": null, "reasoning_effort": "low"}),
-                &nothing,
-            ),
-            (
-                "/v1/messages",
-                json!({"output_config": effort("low")}),
-                &low,
-            ),
-            (
-                "/v1/messages",
-                json!({"thinking": thinking("disabled")}),
-                &none,
-            ),
-            (
-                "/v1/messages",
-                json!({"thinking": thinking("enabled")}),
-                &nothing,
-            ),
-            (
-                "/v1/messages",
-                json!({"thinking": thinking("adaptive"), "output_config": effort("low")}),
-                &low,
-            ),
-            (
-                "/v1/messages",
-                json!({"thinking": thinking("disabled"), "output_config": effort("low")}),
-                &none,
-            ),
-            (
-                "/v1/messages",
-                json!({"output_config": {"format": null}, "thinking": null}),
-                &nothing,
-            ),
-        ] {
-            assert_eq!(kwargs(path, fields.clone()), *expected, "{path} {fields}");
-        }
     }
 
     #[test]
@@ -470,7 +446,12 @@ mod tests {
                 {"function": {"name": "h"}}]},
             {"role": "assistant", "content": "x", "tool_calls": []},
         ]});
-        let wanted = read("/v1/chat/completions", body.to_string().as_bytes()).unwrap();
+        let wanted = read(
+            "/v1/chat/completions",
+            body.to_string().as_bytes(),
+            ChatRenderer::Vllm,
+        )
+        .unwrap();
         let TokenizerInput::Chat(chat) = wanted else {
             panic!()
         };
@@ -496,7 +477,7 @@ mod tests {
     fn tools_keep_only_fields_known_to_engines() {
         let tool = |tool: Value| {
             let body = json!({"messages": [], "tools": [tool]}).to_string();
-            match read("/v1/chat/completions", body.as_bytes()).unwrap() {
+            match read("/v1/chat/completions", body.as_bytes(), ChatRenderer::Vllm).unwrap() {
                 TokenizerInput::Chat(chat) => chat.tools.unwrap()[0].to_string(),
                 other => panic!("{other:?} is no chat"),
             }
@@ -524,7 +505,11 @@ mod tests {
             json!({"messages": [], "tools": [1]}),
             json!({"messages": [], "tools": [{"function": 1}]}),
         ] {
-            let read = read("/v1/chat/completions", body.to_string().as_bytes());
+            let read = read(
+                "/v1/chat/completions",
+                body.to_string().as_bytes(),
+                ChatRenderer::Vllm,
+            );
             assert_eq!(read, Err(UnclearBodyError), "{body}");
         }
     }
@@ -533,7 +518,7 @@ mod tests {
     fn prompts_are_text_or_ids_or_the_first_of_a_batch() {
         let read = |prompt: Value| {
             let body = json!({"prompt": prompt}).to_string();
-            read("/v1/completions", body.as_bytes()).unwrap()
+            read("/v1/completions", body.as_bytes(), ChatRenderer::Vllm).unwrap()
         };
         let text = |text: &str| TokenizerInput::Plain {
             text: text.to_owned(),

@@ -6,6 +6,7 @@
 use serde_json::{Value, json};
 
 use super::chat::as_text;
+use super::sglang::ChatRenderer;
 
 /// Whether `template` handles the role `developer` itself.
 pub(super) fn is_named_in(template: &str) -> bool {
@@ -36,7 +37,9 @@ pub(super) fn without(messages: Vec<Value>) -> Vec<Value> {
         return messages;
     }
     let (system, others): (Vec<_>, Vec<_>) = messages.into_iter().partition(is_system);
-    let texts = system.iter().map(|message| as_text(message.get("content")));
+    let texts = system
+        .iter()
+        .map(|message| as_text(message.get("content"), ChatRenderer::Vllm));
     let texts: Vec<_> = texts.filter(|text| !text.is_empty()).collect();
     let merged = json!({"role": "system", "content": texts.join("\n\n")});
     std::iter::once(merged).chain(others).collect()

@@ -9,6 +9,7 @@ use serde_json::{Map, json};
 use super::chat::{self, TokenizerInput};
 use super::huggingface::HuggingFace;
 use super::remote::tokenize_request;
+use super::sglang::ChatRenderer;
 use super::template::ChatTemplate;
 use super::{Tokenizer, TokenizerContent, TokenizerSpec};
 use crate::fuzzing::path_of;
@@ -24,25 +25,29 @@ const TEMPLATE: &str = "{%- if tools %}{{ tools | tojson(indent=4) }}\n{% endif 
 /// Renders a conversation and builds the request to an engine. Input: one byte for the path, then
 /// the body.
 pub fn chat(bytes: &[u8]) {
-    static RENDERER: LazyLock<ChatTemplate> = LazyLock::new(|| {
+    static CHAT_TEMPLATE: LazyLock<ChatTemplate> = LazyLock::new(|| {
         ChatTemplate::new(TEMPLATE, Map::new()).expect("the template is well formed")
     });
     let Some((path, body)) = path_of(bytes) else {
         return;
     };
-    let asked = tokenize_request(path, "model", body);
-    let Ok(wanted) = chat::read(path, body) else {
-        assert!(asked.is_err());
-        return;
-    };
-    if let TokenizerInput::Chat(chat) = wanted {
-        // The template may reject the conversation.
-        drop(RENDERER.render(&chat));
-    }
-    if let Ok(TokenizerContent::Text(text)) = Tokenizer::character().content(path, body) {
-        let read: usize = text.parts.iter().map(String::len).sum();
-        // Frames and JSON escapes may lengthen a message.
-        assert!(read <= 64 + 16 * body.len(), "{read} of {}", body.len());
+    for renderer in [ChatRenderer::Vllm, ChatRenderer::Sglang] {
+        let asked = tokenize_request(path, "model", body, renderer);
+        let Ok(wanted) = chat::read(path, body, renderer) else {
+            assert!(asked.is_err());
+            return;
+        };
+        if let TokenizerInput::Chat(chat) = wanted {
+            // The template may reject the conversation.
+            drop(CHAT_TEMPLATE.render(&chat));
+        }
+        if let Ok(TokenizerContent::Text(text)) =
+            Tokenizer::character().content(path, body, renderer)
+        {
+            let read: usize = text.parts.iter().map(String::len).sum();
+            // Frames and JSON escapes may lengthen a message.
+            assert!(read <= 64 + 16 * body.len(), "{read} of {}", body.len());
+        }
     }
 }
 
@@ -57,7 +62,8 @@ pub fn chat_template(bytes: &[u8]) {
         return;
     };
     for body in [CHAT, TOOLS] {
-        if let Ok(TokenizerInput::Chat(chat)) = chat::read("/v1/chat/completions", body.as_bytes())
+        if let Ok(TokenizerInput::Chat(chat)) =
+            chat::read("/v1/chat/completions", body.as_bytes(), ChatRenderer::Vllm)
         {
             drop(template.render(&chat));
         }

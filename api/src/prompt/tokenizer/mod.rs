@@ -13,6 +13,8 @@ mod anthropic;
 mod cache;
 mod chat;
 mod developer;
+#[cfg(test)]
+mod effort_tests;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod huggingface;
@@ -20,6 +22,7 @@ mod parts;
 mod python;
 mod remote;
 mod sampled_checks;
+mod sglang;
 mod template;
 #[cfg(test)]
 mod tests;
@@ -46,6 +49,7 @@ pub use self::remote::tokenize_question;
 pub(crate) use self::remote::{
     DEADLINE, EngineTokenizer, TokenizeRequest, TokenizeResult, tokenize_request,
 };
+pub(crate) use self::sglang::ChatRenderer;
 pub use self::vocabulary::Vocabulary;
 
 /// Maximum size of the token cache of each tokenizer, in bytes.
@@ -315,7 +319,7 @@ impl Tokenizer {
     /// `None` without local files or vocabulary, or if the body has no readable prompt.
     #[must_use]
     pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
-        match self.content(path, body).ok()? {
+        match self.content(path, body, ChatRenderer::Vllm).ok()? {
             TokenizerContent::Text(text) => Some(self.encode(&text, "", usize::MAX).ok()?.ids),
             TokenizerContent::Ids(ids) => Some(ids),
             TokenizerContent::Nothing => None,
@@ -371,9 +375,16 @@ impl Tokenizer {
         self.files().is_some()
     }
 
-    /// Reads the prompt of a request to `path`, and renders a conversation as text.
-    pub(crate) fn content(&self, path: &str, body: &[u8]) -> Result<TokenizerContent, Fallback> {
-        let wanted = chat::read(path, body).map_err(|UnclearBodyError| Fallback::Unclear)?;
+    /// Reads the prompt of a request to `path`, and renders a conversation as text, as an engine like
+    /// `renderer` does.
+    pub(crate) fn content(
+        &self,
+        path: &str,
+        body: &[u8],
+        renderer: ChatRenderer,
+    ) -> Result<TokenizerContent, Fallback> {
+        let wanted = chat::read(path, body, renderer);
+        let wanted = wanted.map_err(|UnclearBodyError| Fallback::Unclear)?;
         match wanted {
             TokenizerInput::Nothing => Ok(TokenizerContent::Nothing),
             TokenizerInput::Ids(ids) => Ok(TokenizerContent::Ids(ids)),
@@ -389,7 +400,15 @@ impl Tokenizer {
                     ReplyPosition::Unknown
                 },
             })),
-            TokenizerInput::Chat(chat) => self.render(&chat).map(TokenizerContent::Text),
+            TokenizerInput::Chat(mut chat) => {
+                let continued = chat.take_continued();
+                let mut text = self.render(&chat)?;
+                if let Some(continued) = continued {
+                    text.parts.push(continued);
+                    text.after = ReplyPosition::Unknown;
+                }
+                Ok(TokenizerContent::Text(text))
+            }
         }
     }
 
@@ -397,7 +416,7 @@ impl Tokenizer {
         let template = self.files().and_then(|files| files.template.as_ref());
         let Some(template) = template else {
             return Ok(TokenizerText {
-                parts: framed(chat),
+                parts: chat.framed(),
                 adds_special: chat.add_special_tokens,
                 after: ReplyPosition::Framed,
             });
@@ -548,22 +567,6 @@ impl Tokenizer {
         self.cache.insert(key, &tokens);
         Ok(tokens)
     }
-}
-
-/// Returns the messages of a conversation as frames, for use without a template. Each frame is
-/// tokenized separately, so that its tokens stay the same as the conversation grows.
-fn framed(chat: &Chat) -> Vec<String> {
-    let tools = chat
-        .tools
-        .iter()
-        .map(|tools| format!("<|tools|>\n{tools}\n"));
-    let messages = chat.messages.iter().map(|message| {
-        let role = message["role"].as_str().unwrap_or_default();
-        let content = chat::as_text(message.get("content"));
-        let calls = message.get("tool_calls").map(ToString::to_string);
-        format!("<|{role}|>\n{content}{}\n", calls.unwrap_or_default())
-    });
-    tools.chain(messages).collect()
 }
 
 impl ReplyBoundary {

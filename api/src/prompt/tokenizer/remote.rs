@@ -23,6 +23,7 @@ use super::cache::{TextKey, TokenCache};
 use super::chat::{self, TokenizerInput};
 use super::parts::UnclearBodyError;
 use super::sampled_checks::SampledChecks;
+use super::sglang::{self, ChatRenderer};
 use super::{Fallback, TOKENIZED_BYTES_MAX};
 
 /// Maximum wait for an engine's tokens.
@@ -96,13 +97,15 @@ pub(crate) enum TokenizeRequest {
     Nothing,
 }
 
-/// Returns the tokenize request for the prompt of a request to `path`.
+/// Returns the tokenize request for the prompt of a request to `path`, to an engine like `renderer`.
 pub(crate) fn tokenize_request(
     path: &str,
     model: &str,
     body: &[u8],
+    renderer: ChatRenderer,
 ) -> Result<TokenizeRequest, Fallback> {
-    let wanted = chat::read(path, body).map_err(|UnclearBodyError| Fallback::Unclear)?;
+    let wanted = chat::read(path, body, renderer);
+    let wanted = wanted.map_err(|UnclearBodyError| Fallback::Unclear)?;
     let asked = match wanted {
         TokenizerInput::Nothing => return Ok(TokenizeRequest::Nothing),
         TokenizerInput::Ids(ids) => return Ok(TokenizeRequest::Ids(ids)),
@@ -120,6 +123,13 @@ pub(crate) fn tokenize_request(
                 "continue_final_message": chat.continue_final_message,
                 "add_special_tokens": chat.add_special_tokens,
             });
+            let is_sglang = renderer == ChatRenderer::Sglang;
+            if is_sglang && chat.messages.last().is_some_and(sglang::is_assistants) {
+                // With this field, SGLang renders the messages as given, unlike those of a chat.
+                asked
+                    .as_object_mut()
+                    .map(|it| it.shift_remove("add_generation_prompt"));
+            }
             if let Some(tools) = chat.tools {
                 asked["tools"] = tools;
             }
@@ -140,7 +150,7 @@ pub(crate) fn tokenize_request(
 /// prompt is missing, consists of token ids, or cannot be converted.
 #[must_use]
 pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> {
-    match tokenize_request(path, model, body) {
+    match tokenize_request(path, model, body, ChatRenderer::Vllm) {
         Ok(TokenizeRequest::Ask(tokenize_request)) => Some(tokenize_request),
         Ok(TokenizeRequest::Ids(_) | TokenizeRequest::Nothing) | Err(_) => None,
     }
@@ -400,7 +410,12 @@ mod tests {
             "messages": [{"role": "user", "content": content}],
             "reasoning_effort": "none",
         });
-        let asked = tokenize_request("/v1/chat/completions", "m", body.to_string().as_bytes());
+        let asked = tokenize_request(
+            "/v1/chat/completions",
+            "m",
+            body.to_string().as_bytes(),
+            ChatRenderer::Vllm,
+        );
         let Ok(TokenizeRequest::Ask(asked)) = asked else {
             panic!("{asked:?}");
         };
@@ -415,10 +430,28 @@ mod tests {
         assert!(image.unwrap().starts_with("<|image:"));
         assert_eq!(asked.get("temperature"), None);
         let ids = json!({"prompt": [1, 2]}).to_string();
-        let ids = tokenize_request("/v1/completions", "m", ids.as_bytes());
+        let ids = tokenize_request("/v1/completions", "m", ids.as_bytes(), ChatRenderer::Vllm);
         assert_eq!(ids, Ok(TokenizeRequest::Ids(vec![1, 2])));
+        let asked = |role: &str, renderer| {
+            let body = json!({"messages": [{"role": role, "content": "x"}]}).to_string();
+            match tokenize_request("/v1/chat/completions", "m", body.as_bytes(), renderer) {
+                Ok(TokenizeRequest::Ask(asked)) => {
+                    let asked: Value = serde_json::from_slice(&asked).unwrap();
+                    asked["add_generation_prompt"].clone()
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(asked("assistant", ChatRenderer::Vllm), true);
+        assert_eq!(asked("user", ChatRenderer::Sglang), true);
+        assert_eq!(asked("assistant", ChatRenderer::Sglang), Value::Null);
         let documents = json!({"messages": [], "documents": [{"text": "x"}]}).to_string();
-        let documents = tokenize_request("/v1/chat/completions", "m", documents.as_bytes());
+        let documents = tokenize_request(
+            "/v1/chat/completions",
+            "m",
+            documents.as_bytes(),
+            ChatRenderer::Vllm,
+        );
         assert_eq!(documents, Err(Fallback::Unclear));
     }
 }

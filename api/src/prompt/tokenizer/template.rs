@@ -11,6 +11,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, json};
 
 use super::chat::Chat;
+use super::sglang::{self, ChatRenderer};
 use super::{developer, python};
 
 /// Maximum number of instructions of one rendering.
@@ -95,8 +96,12 @@ impl ChatTemplate {
     /// Renders a conversation as text. Fails if the template rejects it or exceeds a bound.
     pub(super) fn render(&self, chat: &Chat) -> Result<String, Error> {
         let mut messages = chat.for_template(self.has_parts);
-        if !self.names_developer {
-            messages = developer::without(messages);
+        match chat.renderer {
+            ChatRenderer::Vllm if !self.names_developer => {
+                messages = developer::without(messages);
+            }
+            ChatRenderer::Vllm => {}
+            ChatRenderer::Sglang => sglang::end_with_user(&mut messages),
         }
         self.render_messages(chat, messages)
     }
@@ -174,6 +179,7 @@ fn plain_chat(messages: Vec<serde_json::Value>, add_generation_prompt: bool) -> 
         add_generation_prompt,
         continue_final_message: false,
         add_special_tokens: false,
+        renderer: ChatRenderer::Vllm,
     }
 }
 

@@ -52,7 +52,11 @@ struct PromptCase {
 }
 
 fn rendered(tokenizer: &Arc<Tokenizer>, body: &Value) -> Result<String, Fallback> {
-    match tokenizer.content("/v1/chat/completions", body.to_string().as_bytes())? {
+    match tokenizer.content(
+        "/v1/chat/completions",
+        body.to_string().as_bytes(),
+        ChatRenderer::Vllm,
+    )? {
         TokenizerContent::Text(text) => Ok(text.parts.concat()),
         other => panic!("{other:?} is no text"),
     }
@@ -175,7 +179,7 @@ fn unusable_tokenizer_files_are_named() {
 
 fn seam(tokenizer: &Arc<Tokenizer>, path: &str, body: &Value) -> (Vec<u32>, Option<ReplyBoundary>) {
     let content = tokenizer
-        .content(path, body.to_string().as_bytes())
+        .content(path, body.to_string().as_bytes(), ChatRenderer::Vllm)
         .unwrap();
     let TokenizerContent::Text(text) = content else {
         panic!("{content:?}")
@@ -309,6 +313,6 @@ proptest! {
         Just("/v1/chat/completions"), Just("/v1/messages"), Just("/v1/responses"),
         Just("/v1/completions"), Just("/v1/embeddings"), Just("/x"),
     ]) {
-        let _ = Tokenizer::character().content(path, body.as_bytes());
+        let _ = Tokenizer::character().content(path, body.as_bytes(), ChatRenderer::Vllm);
     }
 }

@@ -10,6 +10,7 @@ use tokio::net::TcpListener;
 
 use super::super::fixture::router_with;
 use super::*;
+use crate::engines::backends::EngineKind;
 use crate::prompt::{
     BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, ReplyJoin, TokenScope, Tokenizer,
     TokenizerSpec, chain_of_tokens,
@@ -80,6 +81,27 @@ async fn token_ids_are_identified_equally_from_any_source() {
             .tokenizer_name("m")
             .starts_with("huggingface:")
     );
+}
+
+#[tokio::test]
+async fn a_prompt_is_rendered_as_by_its_engine() {
+    let body = chat(&[("user", "How are you?"), ("assistant", "I am well.")]);
+    let mut last_as_user = body.clone();
+    last_as_user["messages"][1]["role"] = "user".into();
+    let files = Tokenizer::load(fixture("chatml"), None).unwrap();
+    let ids = |body: &Value| files.encode_request(CHAT, body.to_string().as_bytes());
+    for (kind, expected) in [
+        (EngineKind::Vllm, ids(&body)),
+        (EngineKind::Sglang, ids(&last_as_user)),
+    ] {
+        let bench = bench(fixture("chatml"));
+        bench.router.decider().backends.assume_kind(Slot(1), kind);
+        assert_eq!(
+            Some(read(&bench, CHAT, &body).await.ids),
+            expected,
+            "{kind}"
+        );
+    }
 }
 
 #[test]
