@@ -27,8 +27,7 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let mut waiting = inner.log.waiting();
     let mut connected = inner.connected.subscribe();
     // Silence changes the status as well.
-    let mut tick = tokio::time::interval(inner.options.heartbeat);
-    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut beats = inner.beats();
     let mut is_running = true;
     loop {
         // Read first, so that what changes during the refresh causes another one.
@@ -48,7 +47,7 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
             _ = fault.changed() => {}
             _ = waiting.changed() => {}
             _ = connected.changed() => {}
-            _ = tick.tick() => {}
+            _ = beats.tick() => {}
         }
     }
 }

@@ -9,40 +9,54 @@ use std::sync::Arc;
 
 use openraft::ServerState;
 use openraft::async_runtime::watch::WatchReceiver as _;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use super::ReplicaInner;
 
-/// Sends this leader's heartbeats, and stops openraft's tick while this replica leads or hears its
-/// leader. A follower's tick resumes once it heard no leader for the shortest election timeout.
+impl ReplicaInner {
+    /// Returns an interval of one heartbeat. Those of a replica begin together and stay in step, so
+    /// that they share their wakes.
+    pub(super) fn beats(&self) -> Interval {
+        let mut beats = interval(self.options.heartbeat);
+        beats.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        beats
+    }
+
+    /// Whether this replica starts no election before the next beat, and sends no heartbeat but at a
+    /// beat.
+    fn needs_no_tick(&self, state: ServerState) -> bool {
+        let (heartbeat, silence) = (self.options.heartbeat, self.options.election_timeout.start);
+        match state {
+            ServerState::Leader => true,
+            ServerState::Follower | ServerState::Learner => {
+                let heard = self.heard.last();
+                heard.is_some_and(|at| at.elapsed() + heartbeat < silence)
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Sends this leader's heartbeats. Stops openraft's tick while this replica leads or hears its leader.
 pub(super) async fn drive(inner: Arc<ReplicaInner>) {
     let raft = &inner.raft;
-    let (heartbeat, silence) = (
-        inner.options.heartbeat,
-        inner.options.election_timeout.start,
-    );
     let mut server = raft.server_metrics();
+    let mut beats = inner.beats();
     loop {
-        let now = Instant::now();
-        let state = server.borrow_watched().state;
-        let rests_until = match state {
-            ServerState::Leader => Some(now + heartbeat),
-            ServerState::Follower | ServerState::Learner => {
-                let election = inner.heard.last().map(|heard| heard + silence);
-                election.filter(|election| *election > now)
-            }
-            _ => None,
-        };
-        raft.runtime_config().tick(rests_until.is_none());
-        if state == ServerState::Leader && raft.trigger().heartbeat().await.is_err() {
-            return;
-        }
-        let is_running = tokio::select! {
+        let has_changed = tokio::select! {
             biased;
-            changed = server.changed() => changed.is_ok(),
-            () = sleep_until(rests_until.unwrap_or(now + heartbeat)) => true,
+            changed = server.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                true
+            }
+            _ = beats.tick() => false,
         };
-        if !is_running {
+        let state = server.borrow_watched().state;
+        raft.runtime_config().tick(!inner.needs_no_tick(state));
+        let is_due = state == ServerState::Leader && !has_changed;
+        if is_due && raft.trigger().heartbeat().await.is_err() {
             return;
         }
     }
