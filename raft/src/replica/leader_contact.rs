@@ -30,10 +30,15 @@ struct Contact {
 }
 
 impl LeaderContact {
-    /// Records an append or heartbeat that this replica accepted. `committed` is the last entry
-    /// that the leader had committed, if any.
-    pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
-        let at = Instant::now();
+    /// Records an append or heartbeat that arrived at the time `at` and that this replica accepted.
+    /// `committed` is the last entry that the leader had committed, if any.
+    pub(crate) fn append(
+        &self,
+        at: Instant,
+        leader: Vote,
+        committed: Option<LogId>,
+        has_quorum: bool,
+    ) {
         let mut state = lock(&self.0);
         state.last = Some((at, has_quorum));
         let Some(committed) = own(leader, committed) else {
@@ -65,8 +70,8 @@ impl LeaderContact {
         }
     }
 
-    /// Returns the time of the last append or heartbeat that this replica accepted; `None` if it
-    /// accepted none yet.
+    /// Returns the time at which the last append or heartbeat arrived that this replica accepted;
+    /// `None` if it accepted none yet.
     pub(crate) fn last(&self) -> Option<Instant> {
         lock(&self.0).last.map(|(at, _)| at)
     }
@@ -124,22 +129,22 @@ mod tests {
         let pass = |ms| tokio::time::advance(Duration::from_millis(ms));
         let (contact, leader) = (LeaderContact::default(), Vote::new(2, 1));
         // Nothing of the leader's own term is committed: it does not know earlier commits yet.
-        contact.append(leader, Some(at(1, 3)), true);
+        contact.append(Instant::now(), leader, Some(at(1, 3)), true);
         contact.applied(at(1, 3));
         assert_eq!(age_ms(&contact), None);
-        contact.append(leader, Some(at(2, 4)), false);
+        contact.append(Instant::now(), leader, Some(at(2, 4)), false);
         contact.applied(at(2, 4));
         assert_eq!(age_ms(&contact), None, "the leader heard no quorum");
-        contact.append(leader, Some(at(2, 4)), true);
+        contact.append(Instant::now(), leader, Some(at(2, 4)), true);
         contact.applied(at(2, 4));
         assert_eq!(age_ms(&contact), Some(0));
         // Cut off. The first heartbeat afterwards announces entries that are missing here.
         pass(5000).await;
-        contact.append(leader, Some(at(2, 9)), true);
+        contact.append(Instant::now(), leader, Some(at(2, 9)), true);
         contact.applied(at(2, 4));
         assert_eq!(age_ms(&contact), Some(5000));
         pass(50).await;
-        contact.append(leader, Some(at(2, 12)), true);
+        contact.append(Instant::now(), leader, Some(at(2, 12)), true);
         pass(50).await;
         contact.applied(at(2, 9));
         assert_eq!(age_ms(&contact), Some(100), "as of the first one");

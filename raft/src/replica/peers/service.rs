@@ -11,6 +11,7 @@ use openraft::raft::{
     VoteRequest,
 };
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -121,9 +122,11 @@ impl Peer for PeerRpc {
             entries,
             leader_commit: committed,
         };
+        let arrived = Instant::now();
         let answer = self.0.raft.append_entries(rpc).await.map_err(stopped)?;
         if !matches!(answer, AppendEntriesResponse::HigherVote(_)) {
-            self.0.heard.append(vote, committed, request.has_quorum);
+            let has_quorum = request.has_quorum;
+            self.0.heard.append(arrived, vote, committed, has_quorum);
         }
         let result = match answer {
             AppendEntriesResponse::Success => {
