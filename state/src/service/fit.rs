@@ -47,11 +47,11 @@ pub(super) struct Regressor {
     pub(super) kept_in: i64,
 }
 
-/// One observation, as `RecursiveLeastSquares::observations` counts. Large, because fading rounds
-/// down.
-const OBSERVATION: i64 = 1 << 20;
+/// Unit of the sums and of the number of observations. Fading rounds down a thousand times; without
+/// digits behind the point, amounts that do not vary would seem to.
+const ONE: i128 = 1 << 20;
 /// Minimum number of observations whose scatter is trusted.
-const SCATTER_OBSERVATIONS_MIN: i64 = 16;
+const SCATTER_OBSERVATIONS_MIN: i128 = 16;
 /// Divisor of the priors' weights in a solution by the observations alone. It is finite so that there
 /// is one even if an amount never occurs.
 const PRIOR_FADED: i128 = 4096;
@@ -68,14 +68,14 @@ const PRIOR_WEIGHT: i64 = 2;
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub(super) struct RecursiveLeastSquares<const N: usize> {
     weight: i64,
-    /// Weighted sums of the products of each pair of amounts.
-    squares: [[i64; N]; N],
+    /// Weighted sums of the products of each pair of amounts, in units of 1 / [`ONE`], as all sums.
+    squares: [[i128; N]; N],
     /// Weighted sums of the products of each amount and the observed total.
-    products: [i64; N],
+    products: [i128; N],
     /// Weighted sum of the squares of the observed totals.
     squared_total: i128,
-    /// Number of observations, faded, in units of [`OBSERVATION`].
-    observations: i64,
+    /// Number of observations, faded.
+    observations: i128,
     /// Coefficients in thousandths; meaningless while `weight` is 0.
     coefficients_milli: [i64; N],
     /// Least and most that each coefficient can be according to the observations alone.
@@ -119,13 +119,15 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         let observed = self.unsurprising(&amounts, observed.max(0));
         self.fade((self.weight + weight - WEIGHT_MAX).max(0));
         self.weight += weight;
-        self.observations += OBSERVATION;
-        self.squared_total += i128::from(weight) * i128::from(observed).pow(2);
+        self.observations += ONE;
+        let weighted =
+            |one: i64, other: i64| ONE * i128::from(weight) * i128::from(one) * i128::from(other);
+        self.squared_total += weighted(observed, observed);
         for i in 0..N {
             for j in 0..N {
-                add(&mut self.squares[i][j], weight, amounts[i], amounts[j]);
+                self.squares[i][j] += weighted(amounts[i], amounts[j]);
             }
-            add(&mut self.products[i], weight, amounts[i], observed);
+            self.products[i] += weighted(amounts[i], observed);
         }
         for _ in 0..SWEEPS {
             self.sweep(terms);
@@ -151,45 +153,44 @@ impl<const N: usize> RecursiveLeastSquares<N> {
     }
 
     fn range(&self, terms: &[Regressor; N], i: usize) -> Option<(i64, i64)> {
-        if self.observations < SCATTER_OBSERVATIONS_MIN * OBSERVATION {
+        if self.observations < SCATTER_OBSERVATIONS_MIN * ONE {
             return None;
         }
-        let mut normal = self.squares.map(|row| row.map(i128::from));
+        let mut normal = self.squares.map(|row| row.map(whole));
         for (j, term) in terms.iter().enumerate() {
             normal[j][j] += self.prior(term) / PRIOR_FADED;
         }
-        let whole = determinant(&normal, 0, 0)?;
+        let is_positive = |it: &i128| *it > 0;
+        let of_all = determinant(&normal, 0, 0).filter(is_positive)?;
         // Cramer's rule: what the observations alone would add to the coefficient.
         let mut towards = normal;
         for (j, row) in towards.iter_mut().enumerate() {
             row[i] = self.unmet_milli(j);
         }
-        let added = determinant(&towards, 0, 0)?.checked_div(whole)?;
+        let added = determinant(&towards, 0, 0)? / of_all;
         // How much the amount varies by itself, as a sum of squares: the Schur complement.
         let mut others = normal;
         others[i] = [0; N];
         others[i][i] = 1;
-        let varies = whole.checked_div(determinant(&others, 0, 0)?)?;
-        let free = i128::from(self.observations - N as i64 * OBSERVATION);
-        let squares = self.scatter_milli2().checked_mul(OBSERVATION.into())?;
-        let error = squares.checked_div(free.checked_mul(varies)?)?.isqrt();
+        let of_others = determinant(&others, 0, 0).filter(is_positive)?;
+        let varies = Some(of_all / of_others).filter(is_positive)?;
+        let free = self.observations - N as i128 * ONE;
+        let squares = self.scatter_milli2().checked_mul(ONE)?;
+        let error = squares.checked_div(free.checked_mul(varies)?)?;
+        let error = STANDARD_ERRORS * error.checked_isqrt()?;
         let alone = added.saturating_add(self.coefficients_milli[i].into());
+        let (from, to) = (alone.saturating_sub(error), alone.saturating_add(error));
         let (least, most) = terms[i].bounds_milli;
         let end = |end: i128| i64::try_from(end.clamp(least.into(), most.into())).ok();
-        let (from, to) = (
-            alone.saturating_sub(STANDARD_ERRORS * error),
-            alone.saturating_add(STANDARD_ERRORS * error),
-        );
-        let is_possible = from <= most.into() && to >= least.into();
-        is_possible.then_some((end(from)?, end(to)?))
+        (to >= least.into()).then_some((end(from)?, end(to)?))
     }
 
     /// Returns what the solution leaves of the `i`th normal equation, because of the priors, the
     /// bounds or too few sweeps, in thousandths.
     fn unmet_milli(&self, i: usize) -> i128 {
         let met = self.squares[i].iter().zip(&self.coefficients_milli);
-        let met: i128 = met.map(|(x, c)| i128::from(*x) * i128::from(*c)).sum();
-        i128::from(self.products[i]) * 1000 - met
+        let met: i128 = met.map(|(x, c)| x * i128::from(*c)).sum();
+        whole(self.products[i] * 1000 - met)
     }
 
     /// Returns the weighted sum of the squares of what the solution leaves unexplained, in
@@ -198,13 +199,13 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         let mut sum = self.squared_total * 1_000_000;
         for i in 0..N {
             let coefficient = i128::from(self.coefficients_milli[i]);
-            sum -= 2000 * coefficient * i128::from(self.products[i]);
+            sum -= 2000 * coefficient * self.products[i];
             for j in 0..N {
                 let other = i128::from(self.coefficients_milli[j]);
-                sum += coefficient * other * i128::from(self.squares[i][j]);
+                sum += coefficient * other * self.squares[i][j];
             }
         }
-        sum.max(self.squared_total * SCATTER_MIN_MILLIONTHS)
+        whole(sum.max(self.squared_total * SCATTER_MIN_MILLIONTHS))
     }
 
     /// Returns the weight of the prior of a coefficient, as a sum of squares.
@@ -229,34 +230,39 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         if by == 0 || self.weight <= 0 {
             return;
         }
-        let kept = i128::from((self.weight - by).max(0));
-        let whole = i128::from(self.weight);
-        // Never above the original, because `kept` is below `whole`.
-        let faded = |sum: i64| (i128::from(sum) * kept / whole) as i64;
+        let (kept, all) = (
+            i128::from((self.weight - by).max(0)),
+            i128::from(self.weight),
+        );
+        let faded = |sum: i128| sum * kept / all;
         self.squares = self.squares.map(|row| row.map(faded));
         self.products = self.products.map(faded);
+        self.squared_total = faded(self.squared_total);
         self.observations = faded(self.observations);
-        self.squared_total = self.squared_total * kept / whole;
-        self.weight = faded(self.weight);
+        self.weight = (self.weight - by).max(0);
     }
 
     /// Sets each coefficient in turn to its optimum given the others, within its bounds.
     fn sweep(&mut self, terms: &[Regressor; N]) {
         for (i, term) in terms.iter().enumerate() {
-            let prior = self.prior(term);
+            let prior = ONE * self.prior(term);
             let others: i128 = (0..N)
                 .filter(|j| *j != i)
-                .map(|j| i128::from(self.squares[i][j]) * i128::from(self.coefficients_milli[j]))
+                .map(|j| self.squares[i][j] * i128::from(self.coefficients_milli[j]))
                 .sum();
-            let wanted =
-                i128::from(self.products[i]) * 1000 - others + prior * i128::from(term.prior_milli);
-            let scale = (i128::from(self.squares[i][i]) + prior).max(1);
+            let wanted = self.products[i] * 1000 - others + prior * i128::from(term.prior_milli);
+            let scale = (self.squares[i][i] + prior).max(1);
             let (least, most) = term.bounds_milli;
             let best = (wanted / scale).clamp(least.into(), most.into());
             // Within bounds that fit 64 bits.
             self.coefficients_milli[i] = best as i64;
         }
     }
+}
+
+/// Returns a sum without the digits behind the point, rounded to the nearest.
+fn whole(sum: i128) -> i128 {
+    (sum + ONE / 2).div_euclid(ONE)
 }
 
 /// Returns the determinant of the rows from `row` on without the columns in the set `used`; `None`
@@ -272,9 +278,4 @@ fn determinant<const N: usize>(matrix: &[[i128; N]; N], row: usize, used: u32) -
         sign = -sign;
     }
     Some(sum)
-}
-
-/// Adds `weight * a * b` to `sum`, saturating.
-fn add(sum: &mut i64, weight: i64, a: i64, b: i64) {
-    *sum = sum.saturating_add(weight.saturating_mul(a).saturating_mul(b));
 }

@@ -219,3 +219,81 @@ fn a_faster_engine_is_preferred() {
         }
     }
 }
+
+/// Returns a sample of `count` first tokens after equal prompts.
+fn sample(count: u32, first_token_us: u64, tokens: u64, running: u64) -> ServiceSample {
+    let backend = BackendRef {
+        slot: Slot(0),
+        incarnation: Incarnation(1),
+    };
+    ServiceSample {
+        first_tokens: count,
+        first_token_us: u64::from(count) * first_token_us,
+        prefill_tokens: u64::from(count) * tokens,
+        first_running: u64::from(count) * running,
+        ..ServiceSample::empty(backend)
+    }
+}
+
+proptest! {
+    /// Amounts that hardly vary, or only together, reveal no price, for however long.
+    #[test]
+    fn amounts_that_hardly_vary_leave_prices_open(
+        count in 1_u32..80,
+        tokens in 1_u64..60_000,
+        more_tokens in 0_u64..3,
+        running in 0_u64..200,
+        every in 1_u64..60,
+        seed: u64,
+    ) {
+        let (mut learner, mut draws) = (PriceLearner::default(), Draws(seed));
+        for number in 0..3_000_u64 {
+            let us = 1_000_000 + draws.below(200_000);
+            let running = if number.is_multiple_of(every) { running } else { 0 };
+            let tokens = tokens + draws.below(more_tokens + 1);
+            learner.observe(&sample(count, us, tokens, running));
+        }
+        let learnt = learner.learnt().unwrap();
+        // The first token may cost all of it, or nothing.
+        let all_ns = 1_000_000_000 / (tokens + more_tokens);
+        if let Some((least, most)) = learnt.prefill_range_ns {
+            prop_assert!(u64::from(least) <= 1_000 + all_ns / 20, "{least} to {most}");
+            prop_assert!(u64::from(most) >= all_ns.min(9_000_000) / 2, "{least} to {most} of {all_ns}");
+        }
+    }
+}
+
+#[test]
+fn equal_engines_with_other_prompts_have_ranges_in_common() {
+    let learn = |least: u64, spread: u64| {
+        let (mut learner, mut draws) = (PriceLearner::default(), Draws(7));
+        for _ in 0..3_000 {
+            let tokens = least + draws.below(spread);
+            let us = 200_000 + 20 * tokens + draws.below(20_000);
+            learner.observe(&sample(1, us, tokens, 0));
+        }
+        learner.learnt().unwrap().prefill_range_ns.unwrap()
+    };
+    let (alike, various) = (learn(990, 20), learn(16, 4_000));
+    assert!(
+        alike.0 <= various.1 && various.0 <= alike.1,
+        "{alike:?}, {various:?}"
+    );
+    assert!((19_000..21_000).contains(&various.0), "{various:?}");
+}
+
+#[test]
+fn an_engine_slower_than_the_bound_is_not_preferred() {
+    let fleet = Fleet {
+        prefill_ns: vec![20_000_000, 53_000],
+        base_us: 20_000,
+        noise_us: 5_000,
+        spread: 2048,
+        reported: 8,
+        seed: 1,
+    };
+    let mut run = Run::new(&fleet);
+    run.send(4_000);
+    let shares = run.send(COUNTED);
+    assert!(shares[0] < COUNTED / 20, "{shares:?}");
+}
