@@ -181,6 +181,7 @@ impl RankReader {
         if self.is_overtaken(position) || self.is_stuck(position, now) {
             self.start_over(position);
         } else if is_exact
+            && self.pending.is_empty()
             && self.stream.is_in_doubt()
             && has_objected.is_none_or(|since| since >= OBJECTION_INTERVAL)
         {

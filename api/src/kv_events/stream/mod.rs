@@ -140,6 +140,11 @@ pub struct EventStream {
     phase: StreamPhase,
     held: BTreeMap<u64, Bytes>,
     held_bytes: usize,
+    /// Newest message of this subscription, also if there was no room to hold it.
+    newest_live: Option<u64>,
+    /// Whether the subscription has lasted since the stream was last up to date, so that the engine
+    /// has not restarted.
+    is_attached: bool,
     marks: VecDeque<(u64, u64)>,
     /// First missing message when a hole was last requested.
     missing: Option<u64>,
@@ -168,6 +173,8 @@ impl EventStream {
             phase: StreamPhase::Detached,
             held: BTreeMap::new(),
             held_bytes: 0,
+            newest_live: None,
+            is_attached: false,
             marks: run.and_then(|run| run.last).into_iter().collect(),
             missing: None,
             blocks: PublishedBlocks::new(identity),
@@ -233,6 +240,7 @@ impl EventStream {
     /// Handles an established subscription.
     pub fn connected(&mut self) {
         self.drop_held();
+        self.missing = None;
         if self.has_replay {
             self.ask(RECALL_MESSAGES);
         } else {
@@ -276,6 +284,7 @@ impl EventStream {
 
     /// Handles a message from the subscription.
     pub fn live(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
+        self.newest_live = self.newest_live.max(Some(seq));
         match self.phase {
             StreamPhase::Detached => {}
             StreamPhase::Replaying { .. } => self.hold(seq, payload),
@@ -337,18 +346,32 @@ impl EventStream {
     fn drop_held(&mut self) {
         self.held.clear();
         self.held_bytes = 0;
+        self.newest_live = None;
+        self.is_attached = false;
     }
 
-    /// Follows the held messages. A replay has shown that those with earlier numbers are of the
-    /// followed run.
-    fn release_held(&mut self, around: &StreamContext<'_>) {
+    /// Drops the held messages that a replay of the followed run has repeated.
+    fn drop_repeated(&mut self) {
+        let next = self.next();
+        while let Some(first) = self.held.first_entry().filter(|it| *it.key() < next) {
+            self.held_bytes -= first.remove().len();
+            self.counts.repeats += 1;
+        }
+    }
+
+    /// Follows the subscription from the held messages on. If it brought a message for which there
+    /// was no room, requests it.
+    fn follow_held(&mut self, around: &StreamContext<'_>) {
+        self.phase = StreamPhase::Following;
+        self.is_attached = true;
+        self.drop_repeated();
         for (seq, payload) in std::mem::take(&mut self.held) {
             self.held_bytes -= payload.len();
-            if seq < self.next() {
-                self.counts.repeats += 1;
-            } else {
-                self.live(seq, payload, around);
-            }
+            self.live(seq, payload, around);
+        }
+        let is_behind = self.newest_live >= Some(self.next());
+        if !(self.phase == StreamPhase::Following && is_behind && self.ask_for_missing()) {
+            self.confirm();
         }
     }
 

@@ -55,6 +55,7 @@ impl EventStream {
             // The engine repeats only later messages, so they cannot be matched to this run.
             self.begin(seq, mark, payload, around);
         }
+        self.drop_repeated();
         self.phase = StreamPhase::Replaying {
             reach: ReplayReach::New,
             attempts: 0,
@@ -78,9 +79,7 @@ impl EventStream {
             }
             Some(_) => {}
         }
-        self.phase = StreamPhase::Following;
-        self.release_held(around);
-        self.confirm();
+        self.follow_held(around);
     }
 
     /// Handles a failed replay by requesting another one. The caller waits longer each time.
@@ -88,23 +87,26 @@ impl EventStream {
         let StreamPhase::Replaying { reach, attempts } = self.phase else {
             return;
         };
-        let is_same_run = self.run.is_some() && reach >= ReplayReach::Last;
-        if is_same_run && self.held.contains_key(&self.next()) {
-            // The subscription continues where the replay stopped.
-            self.replay_ended(around);
-            return;
-        }
-        let attempts = attempts + 1;
-        if attempts >= REPLAY_ATTEMPTS_MAX {
-            self.doubt(KvUncertainty::Unreachable);
-            if let Some((seq, payload)) = self.held.pop_first() {
-                self.held_bytes -= payload.len();
-                self.begin(seq, xxh3_64(&payload), &payload, around);
-                self.phase = StreamPhase::Following;
-                self.release_held(around);
-                self.confirm();
+        let is_same_run = self.run.is_some() && (self.is_attached || reach >= ReplayReach::Last);
+        if is_same_run {
+            self.drop_repeated();
+            if self.held.contains_key(&self.next()) {
+                // The subscription continues where the reports stopped.
+                self.follow_held(around);
                 return;
             }
+        }
+        let attempts = attempts + 1;
+        if attempts >= REPLAY_ATTEMPTS_MAX || !self.held.is_empty() {
+            self.doubt(KvUncertainty::Unreachable);
+        }
+        if attempts >= REPLAY_ATTEMPTS_MAX
+            && let Some((seq, payload)) = self.held.pop_first()
+        {
+            self.held_bytes -= payload.len();
+            self.begin(seq, xxh3_64(&payload), &payload, around);
+            self.follow_held(around);
+            return;
         }
         self.ask(0);
         if let StreamPhase::Replaying {
@@ -144,8 +146,8 @@ impl EventStream {
 
     /// Whether the subscription has come as far as the reports.
     fn has_live_joined(&self) -> bool {
-        let newest = self.held.last_key_value();
-        newest.is_some_and(|(seq, _)| seq.saturating_add(1) >= self.next())
+        let newest = self.newest_live;
+        newest.is_some_and(|seq| seq.saturating_add(1) >= self.next())
     }
 
     /// Returns the number of the first message that was not reported.

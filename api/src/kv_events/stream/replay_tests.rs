@@ -246,3 +246,44 @@ fn a_live_gap_that_no_replay_closes_is_a_loss() {
         .act(EventStream::replay_ended)
         .check("lost 4 5 current");
 }
+
+/// The engine's other port is unreachable, but the subscription never broke.
+#[test]
+fn an_unreachable_replay_does_not_end_an_unbroken_subscription() {
+    let mut table = Table::fresh();
+    table.connect();
+    replay(&mut table, []);
+    table.act(EventStream::replay_ended);
+    table.live("a", [0]).check("[ask 0] begin current 0");
+    for seq in 1..20 {
+        table.asked = None;
+        table.act(|stream, _| stream.check(false)).live("a", [seq]);
+        table.act(EventStream::replay_failed);
+    }
+    assert!(!table.view.story.contains("lost") && !table.view.story.contains("begin 1"));
+    assert!(table.view.is_current && table.stream.is_following());
+    assert_eq!(table.view.last, Some(19));
+    // A gap remains a doubt at once.
+    table.act(|stream, _| stream.check(false)).live("a", [25]);
+    table.act(EventStream::replay_failed);
+    assert!(table.stream.is_in_doubt() && !table.view.is_current);
+}
+
+/// A replay repeats what the subscription brought meanwhile, and more than can be held.
+#[test]
+fn messages_without_room_are_requested() {
+    let mut table = Table::fresh();
+    table.connect();
+    let large = Bytes::from(vec![0; HELD_BYTES_MAX - 1]);
+    table.act(|stream, around| stream.live(0, large.clone(), around));
+    table.live("a", 1..4);
+    assert_eq!(replay(&mut table, 0..3), None);
+    table.live("a", [4]);
+    table.act(EventStream::replay_ended);
+    assert_eq!(table.asked, Some(2), "message 3 had no room");
+    assert!(table.stream.is_in_doubt());
+    replay(&mut table, 2..5);
+    table.act(EventStream::replay_ended);
+    assert!(table.view.is_current && table.stream.is_following());
+    assert_eq!(table.view.last, Some(4));
+}
