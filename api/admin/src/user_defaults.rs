@@ -17,6 +17,7 @@ use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use api::error::Problem;
 use api::settings::read_user_defaults;
+use api::users::isolation::SaltedWork;
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(example = json!({
@@ -49,7 +50,8 @@ pub(super) async fn show(
 ) -> Result<Versioned<UserDefaultsResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let backends = registry.backends.iter();
-    let unsalted = backends.filter(|backend| !admin.backends.knows_salts(backend));
+    let unsalted =
+        backends.filter(|backend| !admin.backends.knows_salts(backend, SaltedWork::Generation));
     let config = registry.user_defaults.clone();
     Ok(Versioned {
         version: Version::of(&config),

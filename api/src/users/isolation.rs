@@ -29,16 +29,28 @@ pub enum CacheIsolation {
     /// Isolation is impossible on this path, but not mandatory: any engine may serve the request.
     Unsalted,
     /// Isolation by engines that support salts, as long as one is available.
-    Preferred,
+    Preferred(SaltedWork),
     /// Isolation by engines that support salts, and no others.
-    Required,
+    Required(SaltedWork),
+}
+
+/// Kind of work that engines isolate by a salt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SaltedWork {
+    /// Generated answers.
+    Generation,
+    /// Embeddings, scores and classes. SGLang takes no salt for them.
+    Pooling,
 }
 
 impl CacheIsolation {
-    /// Whether the chosen engine should receive a salt, if it supports salts.
+    /// Returns the work for which the chosen engine should receive a salt, if it supports salts.
     #[must_use]
-    pub fn is_salted(self) -> bool {
-        matches!(self, Self::Preferred | Self::Required)
+    pub fn salted(self) -> Option<SaltedWork> {
+        match self {
+            Self::Preferred(work) | Self::Required(work) => Some(work),
+            Self::None | Self::Unsalted => None,
+        }
     }
 }
 
@@ -57,7 +69,7 @@ pub enum WhenUnsalted {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SaltedPath {
     /// Engines use the salt.
-    Taken,
+    Taken(SaltedWork),
     /// Engines need no salt: they cache nothing of the prompt, or compute nothing.
     NeedsNone,
     /// Engines ignore the salt, as far as is known.
@@ -67,20 +79,13 @@ pub(crate) enum SaltedPath {
 impl SaltedPath {
     pub(crate) fn of(path: &str) -> Self {
         match path {
-            "/v1/chat/completions"
-            | "/v1/completions"
-            | "/v1/responses"
-            | "/v1/embeddings"
-            | "/v1/rerank"
-            | "/v1/reranking"
-            | "/v1/score"
-            | "/v1/classify"
-            | "/v1/pooling"
-            | "/classify"
-            | "/pooling"
-            | "/rerank"
-            | "/score"
-            | "/v2/rerank" => Self::Taken,
+            "/v1/chat/completions" | "/v1/completions" | "/v1/responses" => {
+                Self::Taken(SaltedWork::Generation)
+            }
+            "/v1/embeddings" | "/v1/rerank" | "/v1/reranking" | "/v1/score" | "/v1/classify"
+            | "/v1/pooling" | "/classify" | "/pooling" | "/rerank" | "/score" | "/v2/rerank" => {
+                Self::Taken(SaltedWork::Pooling)
+            }
             "/v1/chat/completions/render"
             | "/v1/completions/render"
             | "/v1/messages/count_tokens"
@@ -98,8 +103,8 @@ impl SaltedPath {
     pub(crate) fn isolation(self, when_unsalted: WhenUnsalted) -> Option<CacheIsolation> {
         match (self, when_unsalted) {
             (Self::NeedsNone, _) => Some(CacheIsolation::None),
-            (Self::Taken, WhenUnsalted::Refuse) => Some(CacheIsolation::Required),
-            (Self::Taken, WhenUnsalted::Serve) => Some(CacheIsolation::Preferred),
+            (Self::Taken(work), WhenUnsalted::Refuse) => Some(CacheIsolation::Required(work)),
+            (Self::Taken(work), WhenUnsalted::Serve) => Some(CacheIsolation::Preferred(work)),
             (Self::Ignored, WhenUnsalted::Refuse) => None,
             (Self::Ignored, WhenUnsalted::Serve) => Some(CacheIsolation::Unsalted),
         }
@@ -184,8 +189,13 @@ mod tests {
             let path = SaltedPath::of(path);
             [WhenUnsalted::Refuse, WhenUnsalted::Serve].map(|when| path.isolation(when))
         };
-        let (required, preferred) = (CacheIsolation::Required, CacheIsolation::Preferred);
-        assert_eq!(all("/v1/completions"), [Some(required), Some(preferred)]);
+        for (path, work) in [
+            ("/v1/completions", SaltedWork::Generation),
+            ("/v1/embeddings", SaltedWork::Pooling),
+        ] {
+            let required = Some(CacheIsolation::Required(work));
+            assert_eq!(all(path), [required, Some(CacheIsolation::Preferred(work))]);
+        }
         assert_eq!(all("/v1/messages"), [None, Some(CacheIsolation::Unsalted)]);
         assert_eq!(all("/tokenize"), [Some(CacheIsolation::None); 2]);
     }

@@ -93,7 +93,7 @@ pub(crate) use probe::refuses_credentials;
 use crate::base::clock::Clock;
 use crate::cluster::events::{ClusterEvent, EventBus};
 use crate::settings::UrlPath;
-use crate::users::isolation::CACHE_SALT_LABEL;
+use crate::users::isolation::{CACHE_SALT_LABEL, SaltedWork};
 
 /// Health and engine metrics of the registered backends, as one replica knows them.
 pub struct Backends {
@@ -303,10 +303,10 @@ impl Backends {
         self.board.flags(slot)
     }
 
-    /// Whether the engine of `backend` separates cached blocks by `cache_salt`: according to its
-    /// label, or else to the default of its kind.
+    /// Whether the engine of `backend` separates cached blocks of `work` by `cache_salt`: according
+    /// to its label, or else to the default of its kind.
     #[must_use]
-    pub fn knows_salts(&self, backend: &Backend) -> bool {
+    pub fn knows_salts(&self, backend: &Backend, work: SaltedWork) -> bool {
         match backend
             .spec
             .labels
@@ -317,7 +317,9 @@ impl Backends {
             Some("false") => false,
             _ => {
                 let flags = self.health_flags(backend.handle.slot);
+                let is_pooled = work == SaltedWork::Pooling;
                 flags.is_some_and(|flags| flags.knows_salts)
+                    && !(is_pooled && self.kind(backend.handle.slot) == Some(EngineKind::Sglang))
             }
         }
     }
@@ -514,12 +516,6 @@ impl Backends {
     /// Whether responses in any form have reported cached tokens.
     pub fn reports_cached_in_any_form(&self, backend: BackendRef) -> bool {
         self.cache_reports.tells_any(backend)
-    }
-
-    /// Whether the engine in `slot` reports prompts with several answers as cached even if they were
-    /// computed, as SGLang does: each answer but the first finds the prompt.
-    pub(crate) fn miscounts_samples(&self, slot: Slot) -> bool {
-        self.kind(slot) == Some(EngineKind::Sglang)
     }
 
     /// Records how many of the predicted tokens a response to `user` found cached.

@@ -89,8 +89,13 @@ impl OutgoingRequest<'_> {
 
     /// Whether `backend` receives the salt of the user's cached blocks.
     pub(in crate::proxy) fn salts(&self, proxy: &Proxy, backend: &Backend) -> bool {
-        let is_required = self.proxied.identity.isolation == CacheIsolation::Required;
-        self.salted.is_some() && (is_required || proxy.backends.knows_salts(backend))
+        match self.proxied.identity.isolation {
+            CacheIsolation::Required(_) => self.salted.is_some(),
+            CacheIsolation::Preferred(work) => {
+                self.salted.is_some() && proxy.backends.knows_salts(backend, work)
+            }
+            CacheIsolation::None | CacheIsolation::Unsalted => false,
+        }
     }
 }
 

@@ -145,7 +145,7 @@ impl ClientRequest {
 
     /// Whether only some of the model's backends can take the request.
     pub(in crate::proxy) fn is_selective(&self) -> bool {
-        !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
+        !self.preferences.labels.is_empty() || self.identity.isolation.salted().is_some()
     }
 
     /// Returns the longest wait after which the client still gets a response that takes `service`;
@@ -375,7 +375,7 @@ impl RequestReader {
         if isolation == CacheIsolation::None {
             return Ok(isolation);
         }
-        if request.parsed.has_cache_salt && isolation.is_salted() {
+        if request.parsed.has_cache_salt && isolation.salted().is_some() {
             *body = without_salt(body)?;
             // The fields are at other positions now.
             *request = self.reader.parse(path, body).await?;

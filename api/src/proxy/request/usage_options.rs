@@ -79,7 +79,7 @@ pub(in crate::proxy) fn salted(
     let salt = parsed
         .cache_salt
         .as_ref()
-        .filter(|_| isolation.is_salted())?;
+        .filter(|_| isolation.salted().is_some())?;
     // The salt has only base64url characters.
     let member = format!("\"cache_salt\":\"{salt}\",");
     Some(body.clone().with_inserted(parsed.insert_at, member.into()))
@@ -128,6 +128,7 @@ mod tests {
     use http_body_util::{BodyExt, Collected};
 
     use super::*;
+    use crate::users::isolation::SaltedWork;
 
     const COMPLETIONS: &str = "/v1/completions";
 
@@ -191,7 +192,12 @@ mod tests {
             parsed.cache_salt = Some("s-_".to_owned());
             let (segments, _) = splice(UsageRequest::Final, COMPLETIONS, &parsed, &bytes);
             assert!(salted(&parsed, CacheIsolation::None, &segments).is_none());
-            let salted = salted(&parsed, CacheIsolation::Required, &segments).unwrap();
+            let salted = salted(
+                &parsed,
+                CacheIsolation::Required(SaltedWork::Generation),
+                &segments,
+            )
+            .unwrap();
             let bytes = salted.collect().now_or_never().unwrap();
             let bytes = bytes.map(Collected::to_bytes).unwrap();
             let text = String::from_utf8(bytes.to_vec()).unwrap();

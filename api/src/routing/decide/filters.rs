@@ -431,17 +431,18 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     /// Excludes engines that do not support salts if the user's cached blocks must be isolated.
     fn keep_isolating(&mut self) -> Result<(), RoutingRejection> {
         let isolation = self.ask.identity.isolation;
-        if !isolation.is_salted() {
+        let Some(work) = isolation.salted() else {
             return Ok(());
-        }
+        };
         let backends = &self.decider.backends;
         let registry = &self.fleet.registry;
-        let knows = |at: &usize| backends.knows_salts(&registry.backends[*at]);
-        if isolation == CacheIsolation::Preferred && !self.scratch.places.iter().any(knows) {
+        let knows = |at: &usize| backends.knows_salts(&registry.backends[*at], work);
+        let is_preferred = matches!(isolation, CacheIsolation::Preferred(_));
+        if is_preferred && !self.scratch.places.iter().any(knows) {
             return Ok(());
         }
         self.retain(FilterVerdict::Unsalted, |_, backend| {
-            backends.knows_salts(backend)
+            backends.knows_salts(backend, work)
         });
         if self.scratch.candidates.is_empty() {
             return Err(RoutingRejection::NoneIsolating);

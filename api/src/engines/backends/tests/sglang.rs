@@ -1,6 +1,7 @@
 //! Probes of SGLang engines, whose reports differ from vLLM's.
 
 use super::*;
+use crate::users::isolation::SaltedWork;
 
 /// Returns an engine of SGLang `version` without metrics, which it exports only if enabled.
 fn sglang(version: &'static str) -> impl Fn(&str) -> (StatusCode, String) + Send + Sync + 'static {
@@ -27,7 +28,8 @@ async fn the_version_tells_whether_salts_separate() {
             })
             .await;
         let registry = bench.cluster.state.view().registry();
-        let knows = bench.backends.knows_salts(&registry.backends[0]);
-        assert_eq!(knows, knows_salts, "{version}");
+        let knows = |work| bench.backends.knows_salts(&registry.backends[0], work);
+        assert_eq!(knows(SaltedWork::Generation), knows_salts, "{version}");
+        assert!(!knows(SaltedWork::Pooling), "{version}");
     }
 }
