@@ -36,6 +36,11 @@ impl IdleConnections {
         }
     }
 
+    /// Whether a connection is used again after a response.
+    pub(super) fn are_kept(&self) -> bool {
+        self.trust.is_given(Instant::now())
+    }
+
     /// Records that the engine closed a connection after it was idle for at most `idle`. Closes
     /// the others if they cannot be trusted.
     pub(super) fn closed(&mut self, idle: Duration) {

@@ -17,7 +17,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Request, Response, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
@@ -301,7 +301,13 @@ impl EngineEndpoint {
             (Err(_), Some(unread)) => return Err(SendError::Broke(unread)),
             (Err(error), None) => return Err(error),
         };
-        let done = self.exchange(link, build()).await;
+        let mut request = build();
+        if !self.idle().are_kept() {
+            // The side that closes first keeps the port for a minute.
+            let close = HeaderValue::from_static("close");
+            request.headers_mut().insert(header::CONNECTION, close);
+        }
+        let done = self.exchange(link, request).await;
         done.map_err(|error| match error {
             ExchangeError::Unsent(error) | ExchangeError::Broke(error, _) => {
                 SendError::Broke(error)
