@@ -30,7 +30,7 @@ use super::{
     SpecialTokenCount, TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed,
     tokenize_request,
 };
-use crate::engines::backends::{Backends, EngineKind};
+use crate::engines::backends::Backends;
 
 /// Maximum size of a body that is parsed and hashed inline, in bytes. Longer ones would delay other
 /// connections of the thread, so they go to the blocking pool.
@@ -367,12 +367,7 @@ impl PromptReader {
         let registry = self.view.registry();
         let mut serving = registry.backends.iter().filter(|it| it.serves(model));
         let kind = serving.find_map(|it| self.backends.kind(it.handle.slot));
-        match kind {
-            Some(EngineKind::Sglang) => ChatRenderer::Sglang,
-            Some(EngineKind::Vllm | EngineKind::LlamaCpp | EngineKind::Dynamo) | None => {
-                ChatRenderer::Vllm
-            }
-        }
+        ChatRenderer::of(kind)
     }
 
     /// Tokenizes with the local files and compares the tokens with an engine's: always until

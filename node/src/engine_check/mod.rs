@@ -138,16 +138,17 @@ pub async fn check(options: &EngineCheckOptions) -> anyhow::Result<EngineReport>
     let (kind, version) = facts::kind(&client, &listed).await;
     let (metrics, page) = facts::metrics(&client).await;
     checks.push(metrics);
+    let kind = page.as_ref().and_then(|page| page.kind).or(kind);
     let model = options.model.clone().or_else(|| listed.first_base());
     if let Some(model) = &model {
         checks.extend(answers::checks(&client, model).await);
-        checks.push(tokens::check(&client, model, options.tokenizer.as_ref()).await);
+        checks.push(tokens::check(&client, model, kind, options.tokenizer.as_ref()).await);
         checks.push(events::check(&client, model, options.kv_events.as_ref()).await);
         checks.push(answers::hang_up(&client, model, page.as_ref()).await);
     }
     Ok(EngineReport {
         url: options.url.clone(),
-        kind: page.and_then(|page| page.kind).or(kind),
+        kind,
         version,
         model,
         checks,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use api::engines::backends::EngineKind;
 use api::prompt::{Tokenizer, tokenize_question};
 use serde_json::{Value, json};
 
@@ -86,19 +87,20 @@ async fn of_engine(client: &EngineClient, question: &[u8]) -> Result<Vec<u32>, S
 pub(super) async fn check(
     client: &EngineClient,
     model: &str,
+    kind: Option<EngineKind>,
     tokenizer: Option<&Arc<Tokenizer>>,
 ) -> CheckResult {
     let (mut answered, mut equal) = (0, 0);
     let (mut refused, mut differing) = (Vec::new(), Vec::new());
     for (name, path, body) in shapes(model) {
         let body = body.to_string();
-        let Some(question) = tokenize_question(path, model, body.as_bytes()) else {
+        let Some(question) = tokenize_question(path, model, body.as_bytes(), kind) else {
             continue;
         };
         match of_engine(client, &question).await {
             Ok(ids) => {
                 answered += 1;
-                let ours = tokenizer.map(|it| it.encode_request(path, body.as_bytes()));
+                let ours = tokenizer.map(|it| it.encode_request_for(path, body.as_bytes(), kind));
                 match ours {
                     None => {}
                     Some(Some(ours)) if ours == ids => equal += 1,

@@ -33,6 +33,8 @@ pub(crate) struct RankSource {
 pub(crate) struct EngineSources {
     /// Model of blocks without an adapter; `None` if there are several.
     pub(crate) model: Option<String>,
+    /// Whether the engine answered as SGLang does; false also if it was not asked.
+    pub(crate) is_sglang: bool,
     pub(crate) ranks: Vec<RankSource>,
 }
 
@@ -100,17 +102,21 @@ pub(crate) async fn find(
             base_model(&answer)?
         }
     };
-    let ranks = match source {
+    let (ranks, is_sglang) = match source {
         KvEventsSource::At(events) => {
             let replay = spec.kv_replay.as_deref().map(str::parse::<KvEndpoint>);
             let replay = replay
                 .transpose()
                 .map_err(|bad| format!("kv_replay: {bad}"))?;
-            ranks_of(&events, replay.as_ref(), &host)?
+            (ranks_of(&events, replay.as_ref(), &host)?, false)
         }
         KvEventsSource::Auto => ask_where(&mut client, &host).await?,
     };
-    Ok(EngineSources { model, ranks })
+    Ok(EngineSources {
+        model,
+        is_sglang,
+        ranks,
+    })
 }
 
 /// Event endpoints that an engine announces or that an operator configures.
@@ -133,7 +139,7 @@ pub struct AdvertisedEvents {
 pub async fn ask_where_published(url: &str) -> Result<AdvertisedEvents, String> {
     let client = ProbeClient::new(url, None, (ANSWER_MAX, &EngineDialer::default()));
     let mut client = client.map_err(|failure| failure.to_string())?;
-    first_of(ask_where(&mut client, &host(url)).await?)
+    first_of(ask_where(&mut client, &host(url)).await?.0)
 }
 
 /// Returns the event endpoints of the engine at `url` as an operator configures them.
@@ -161,12 +167,16 @@ fn first_of(ranks: Vec<RankSource>) -> Result<AdvertisedEvents, String> {
         .ok_or_else(|| "the engine publishes no KV events".to_owned())
 }
 
-async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSource>, String> {
+/// Returns the event endpoints that the engine announces, and whether it does so as SGLang does.
+async fn ask_where(
+    client: &mut ProbeClient,
+    host: &str,
+) -> Result<(Vec<RankSource>, bool), String> {
     if let Some(answer) = get(client, "/kv_event_sources").await? {
-        return read_sources(&answer, host);
+        return Ok((read_sources(&answer, host)?, false));
     }
     match get(client, "/server_info").await? {
-        Some(answer) => read_server_info(&answer, host),
+        Some(answer) => Ok((read_server_info(&answer, host)?, true)),
         None => Err(UNSAID.to_owned()),
     }
 }

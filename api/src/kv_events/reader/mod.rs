@@ -272,7 +272,8 @@ fn identify(
     Ok(HashIdentity {
         hashing: registry.hashing(),
         model,
-        has_qualified_adapters: parts.backends.kind(slot) == Some(EngineKind::Sglang),
+        has_qualified_adapters: found.is_sglang
+            || parts.backends.kind(slot) == Some(EngineKind::Sglang),
         block_size,
         parts: engine.map_or(1, |engine| engine / block_size),
     })

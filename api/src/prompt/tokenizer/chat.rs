@@ -58,7 +58,13 @@ pub(super) fn read(
     match surface {
         PromptField::Chat if is_anthropic(path) => {
             let messages = anthropic::messages(&mut body)?;
-            let effort = anthropic::effort(&body);
+            let effort = match renderer {
+                ChatRenderer::Vllm => anthropic::effort(&body),
+                ChatRenderer::Sglang => {
+                    sglang::set_thinking(&mut body);
+                    None
+                }
+            };
             chat(messages, effort, body, (true, renderer))
         }
         PromptField::Chat => openai(body, (true, renderer)),

@@ -319,11 +319,7 @@ impl Tokenizer {
     /// `None` without local files or vocabulary, or if the body has no readable prompt.
     #[must_use]
     pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
-        match self.content(path, body, ChatRenderer::Vllm).ok()? {
-            TokenizerContent::Text(text) => Some(self.encode(&text, "", usize::MAX).ok()?.ids),
-            TokenizerContent::Ids(ids) => Some(ids),
-            TokenizerContent::Nothing => None,
-        }
+        self.encode_request_for(path, body, None)
     }
 
     /// Returns the token ids of `text` without special tokens around it; `None` on failure.

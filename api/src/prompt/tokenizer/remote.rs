@@ -25,6 +25,7 @@ use super::parts::UnclearBodyError;
 use super::sampled_checks::SampledChecks;
 use super::sglang::{self, ChatRenderer};
 use super::{Fallback, TOKENIZED_BYTES_MAX};
+use crate::engines::backends::EngineKind;
 
 /// Maximum wait for an engine's tokens.
 pub(crate) const DEADLINE: Duration = Duration::from_millis(500);
@@ -123,12 +124,18 @@ pub(crate) fn tokenize_request(
                 "continue_final_message": chat.continue_final_message,
                 "add_special_tokens": chat.add_special_tokens,
             });
-            let is_sglang = renderer == ChatRenderer::Sglang;
-            if is_sglang && chat.messages.last().is_some_and(sglang::is_assistants) {
-                // With this field, SGLang renders the messages as given, unlike those of a chat.
-                asked
-                    .as_object_mut()
-                    .map(|it| it.shift_remove("add_generation_prompt"));
+            let is_last_assistants = chat.messages.last().is_some_and(sglang::is_assistants);
+            if renderer == ChatRenderer::Sglang
+                && let Some(asked) = asked.as_object_mut()
+            {
+                if is_last_assistants {
+                    // With this field, SGLang renders the messages as given, unlike those of a chat.
+                    asked.shift_remove("add_generation_prompt");
+                } else if chat.continue_final_message {
+                    // A chat ignores this where it cannot apply; `/tokenize` refuses it.
+                    asked.insert("add_generation_prompt".to_owned(), true.into());
+                    asked.insert("continue_final_message".to_owned(), false.into());
+                }
             }
             if let Some(tools) = chat.tools {
                 asked["tools"] = tools;
@@ -146,11 +153,16 @@ pub(crate) fn tokenize_request(
     Ok(TokenizeRequest::Ask(asked.into()))
 }
 
-/// Returns the body of the `POST /tokenize` for the prompt of a request to `path`. `None` if the
-/// prompt is missing, consists of token ids, or cannot be converted.
+/// Returns the body of the `POST /tokenize` for the prompt of a request to `path`, to an engine of
+/// `kind`. `None` if the prompt is missing, consists of token ids, or cannot be converted.
 #[must_use]
-pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> {
-    match tokenize_request(path, model, body, ChatRenderer::Vllm) {
+pub fn tokenize_question(
+    path: &str,
+    model: &str,
+    body: &[u8],
+    kind: Option<EngineKind>,
+) -> Option<Bytes> {
+    match tokenize_request(path, model, body, ChatRenderer::of(kind)) {
         Ok(TokenizeRequest::Ask(tokenize_request)) => Some(tokenize_request),
         Ok(TokenizeRequest::Ids(_) | TokenizeRequest::Nothing) | Err(_) => None,
     }

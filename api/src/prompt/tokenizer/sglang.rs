@@ -4,7 +4,12 @@
 //! The final message is always a user's: an assistant's is passed off as one, or, to be continued,
 //! is left out of the template and tokenized alone.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
+
+use super::{Tokenizer, TokenizerContent};
+use crate::engines::backends::EngineKind;
 
 /// Engine whose way of rendering chats is followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -16,6 +21,14 @@ pub(crate) enum ChatRenderer {
 }
 
 impl ChatRenderer {
+    /// Returns the way in which an engine of `kind` renders chats.
+    pub(crate) fn of(kind: Option<EngineKind>) -> Self {
+        match kind {
+            Some(EngineKind::Sglang) => Self::Sglang,
+            Some(EngineKind::Vllm | EngineKind::LlamaCpp | EngineKind::Dynamo) | None => Self::Vllm,
+        }
+    }
+
     /// Returns the text between the parts of a content that the template wants as one text.
     pub(super) fn between_parts(self) -> &'static str {
         match self {
@@ -30,6 +43,23 @@ impl ChatRenderer {
     }
 }
 
+impl Tokenizer {
+    /// Returns the token ids of a request to an engine of `kind`, as [`Self::encode_request`] does.
+    #[must_use]
+    pub fn encode_request_for(
+        self: &Arc<Self>,
+        path: &str,
+        body: &[u8],
+        kind: Option<EngineKind>,
+    ) -> Option<Vec<u32>> {
+        match self.content(path, body, ChatRenderer::of(kind)).ok()? {
+            TokenizerContent::Text(text) => Some(self.encode(&text, "", usize::MAX).ok()?.ids),
+            TokenizerContent::Ids(ids) => Some(ids),
+            TokenizerContent::Nothing => None,
+        }
+    }
+}
+
 /// Adds what `effort` means to the variables of the template. Those that the client set stay.
 pub(super) fn set_effort(kwargs: &mut Map<String, Value>, effort: String) {
     let is_thinking = Value::from(effort != "none");
@@ -37,6 +67,35 @@ pub(super) fn set_effort(kwargs: &mut Map<String, Value>, effort: String) {
         kwargs.entry(name).or_insert_with(|| is_thinking.clone());
     }
     kwargs.entry("reasoning_effort").or_insert(effort.into());
+}
+
+/// Adds what `thinking` and `output_config` of a body for `/v1/messages` mean to its variables of
+/// the template (`entrypoints/anthropic/serving.py`). Those that the client set stay.
+pub(super) fn set_thinking(body: &mut Map<String, Value>) {
+    let thinking = body.get("thinking").and_then(|it| it["type"].as_str());
+    let is_thinking = match thinking {
+        Some("disabled") => Some(false),
+        Some("enabled" | "adaptive") => Some(true),
+        _ => None,
+    };
+    let effort = body.get("output_config").map(|it| it["effort"].clone());
+    let effort = effort.filter(Value::is_string);
+    let effort = effort.map(|it| if it == "xhigh" { json!("max") } else { it });
+    let kwargs = body.entry("chat_template_kwargs").or_insert(Value::Null);
+    if kwargs.is_null() {
+        *kwargs = json!({});
+    }
+    let Some(kwargs) = kwargs.as_object_mut() else {
+        return;
+    };
+    if let Some(is_thinking) = is_thinking {
+        for name in ["thinking", "enable_thinking"] {
+            kwargs.entry(name).or_insert(is_thinking.into());
+        }
+    }
+    if let Some(effort) = effort {
+        kwargs.entry("reasoning_effort").or_insert(effort);
+    }
 }
 
 /// Returns those of `tools` that `choice` leaves in the prompt.
@@ -83,7 +142,6 @@ pub(super) fn is_assistants(message: &Value) -> bool {
 mod tests {
     use super::super::chat::{self, Chat};
     use super::super::template::ChatTemplate;
-    use super::super::{Tokenizer, TokenizerContent};
     use super::*;
 
     /// A template that prints what it gets.
@@ -102,6 +160,25 @@ mod tests {
     fn printed(body: &Value) -> String {
         let template = ChatTemplate::new(PRINTED, Map::new()).unwrap();
         template.render(&read(body)).unwrap()
+    }
+
+    #[test]
+    fn thinking_of_messages_sets_the_switch_and_an_effort_only_itself() {
+        let kwargs = |fields: Value| {
+            let mut body = fields.as_object().unwrap().clone();
+            set_thinking(&mut body);
+            body["chat_template_kwargs"].clone()
+        };
+        let on = json!({"thinking": true, "enable_thinking": true});
+        assert_eq!(kwargs(json!({"thinking": {"type": "adaptive"}})), on);
+        let off = json!({"thinking": false, "enable_thinking": false, "reasoning_effort": "max"});
+        let effort = json!({"effort": "xhigh"});
+        let both = json!({"thinking": {"type": "disabled"}, "output_config": effort});
+        assert_eq!(kwargs(both), off);
+        let only_effort = json!({"output_config": {"effort": "low"}});
+        assert_eq!(kwargs(only_effort), json!({"reasoning_effort": "low"}));
+        let own = json!({"chat_template_kwargs": {"thinking": 1, "enable_thinking": 2}});
+        assert_eq!(kwargs(own), json!({"thinking": 1, "enable_thinking": 2}));
     }
 
     #[test]

@@ -62,9 +62,12 @@ impl ReplyChain {
         }
     }
 
-    /// Appends token ids that the engine returned with its output. They count instead of the text.
+    /// Appends token ids that the engine returned with its output. They count instead of the text,
+    /// unless the prompt is in the router's own frames.
     pub(in crate::routing) fn push_ids(&mut self, ids: &[u32]) {
-        if let Self::Tokens(chain) = self {
+        if let Self::Tokens(chain) = self
+            && !matches!(&chain.seam, Some(ReplyJoin::Local(seam)) if seam.is_framed())
+        {
             // Ids beyond the maximum are counted as missing.
             let room = IDS_MAX - chain.ids.len();
             chain.ids.extend(ids.iter().take(room));

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use state::Registry;
-use state::ids::BackendRef;
 use tokio::time::Instant;
 
 use super::{Attempt, OpenAttempt};
@@ -47,12 +46,13 @@ impl Dispatcher {
         ask: &RoutingRequest<'_>,
         (registry, now): (&Registry, Instant),
     ) -> Stages {
-        let size = |backend: BackendRef, matched| PromptSize {
-            is_miscounted: ask.identity.tail.has_samples
-                && self.backends.miscounts_samples(backend.slot),
+        let size = |matched| PromptSize {
+            // Each answer but the first finds the prompt in the cache, even if it was computed. SGLang
+            // reports that, and vLLM reports the answer that ends last.
+            is_miscounted: ask.identity.tail.has_samples,
             ..PromptSize::of(ask.identity, matched)
         };
-        let here = size(decision.backend, decision.matched);
+        let here = size(decision.matched);
         let Some((chosen, place)) = decision.prefill.as_ref().zip(place) else {
             return Stages {
                 computed_here: here.tokens - here.predicted,
@@ -62,7 +62,7 @@ impl Dispatcher {
         };
         let attempt = self.begin_prefill((chosen, place), decision.touch, ask, (registry, now));
         Stages {
-            prompt: size(chosen.backend, chosen.matched),
+            prompt: size(chosen.matched),
             prefill: Some(PrefillStage {
                 attempt: Some(attempt),
                 fetched: here,
