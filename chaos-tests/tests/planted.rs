@@ -17,7 +17,7 @@ const SEEDS: u64 = 5;
 
 /// Bugs and their symptoms: the number of an invariant, or a part of another message.
 const IN_CLUSTERS: &[InCluster] = &[
-    ("raft.AckBeforeFlush", "I25", &[Fault::CrashAll], 6, 1),
+    ("raft.AckBeforeFlush", "I25", &[Fault::CrashAll], 6, 27),
     ("raft.VoteNotKept", "I28", STOPPED, 6, 16),
     (
         "raft.OlderStateTakenOver",
@@ -26,7 +26,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         4,
         7,
     ),
-    ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 16),
+    ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 32),
     ("raft.SnapshotNotSynced", "did not start", STOPPED, 6, 2),
     ("raft.BarrierWithoutQuorum", "I41", PARTED, 6, 1),
     ("raft.BarrierNotAwaited", "I31", STOPPED, 6, 1),
@@ -37,7 +37,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.ShareIgnored", "I70", &[], 4, 9),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
-    ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 10),
+    ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 27),
     (
         "node.SessionKept",
         "I29",
