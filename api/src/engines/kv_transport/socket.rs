@@ -333,9 +333,15 @@ async fn replay(
     connection.send(&[b"", &from.to_be_bytes()]).await?;
     let mut silence_max = REPLAY_SILENCE_MAX;
     loop {
-        let frames = timeout(silence_max, connection.receive()).await;
+        let received = connection.pending_bytes();
+        let Ok(frames) = timeout(silence_max, connection.receive()).await else {
+            if connection.pending_bytes() > received {
+                continue;
+            }
+            return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        };
         silence_max = REPLAY_PAUSE_MAX;
-        let frames = frames.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        let frames = frames?;
         match read(&frames) {
             Some((REPLAY_END, _)) => return Ok(()),
             Some((seq, payload)) => {

@@ -159,6 +159,12 @@ impl ZmtpConnection {
         self.flush().await
     }
 
+    /// Returns how much of a message has arrived that [`Self::receive`] has not returned yet.
+    #[must_use]
+    pub fn pending_bytes(&self) -> usize {
+        self.input.len() + self.frames_bytes
+    }
+
     /// Receives the next message and returns its frames.
     ///
     /// # Errors
