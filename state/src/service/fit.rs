@@ -132,7 +132,8 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         for _ in 0..SWEEPS {
             self.sweep(terms);
         }
-        self.ranges_milli = std::array::from_fn(|i| self.range(terms, i));
+        let scatter = self.scatter_milli2();
+        self.ranges_milli = std::array::from_fn(|i| self.range(terms, i, scatter));
     }
 
     /// Returns the total weight of all observations, faded.
@@ -152,7 +153,7 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         self.ranges_milli[i]
     }
 
-    fn range(&self, terms: &[Regressor; N], i: usize) -> Option<(i64, i64)> {
+    fn range(&self, terms: &[Regressor; N], i: usize, scatter: i128) -> Option<(i64, i64)> {
         if self.observations < SCATTER_OBSERVATIONS_MIN * ONE {
             return None;
         }
@@ -175,7 +176,7 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         let of_others = determinant(&others, 0, 0).filter(is_positive)?;
         let varies = Some(of_all / of_others).filter(is_positive)?;
         let free = self.observations - N as i128 * ONE;
-        let squares = self.scatter_milli2().checked_mul(ONE)?;
+        let squares = scatter.checked_mul(ONE)?;
         let error = squares.checked_div(free.checked_mul(varies)?)?;
         let error = STANDARD_ERRORS * error.checked_isqrt()?;
         let alone = added.saturating_add(self.coefficients_milli[i].into());

@@ -62,11 +62,15 @@ impl Tokenizer {
 
 /// Adds what `effort` means to the variables of the template. Those that the client set stay.
 pub(super) fn set_effort(kwargs: &mut Map<String, Value>, effort: String) {
-    let is_thinking = Value::from(effort != "none");
-    for name in ["thinking", "enable_thinking"] {
-        kwargs.entry(name).or_insert_with(|| is_thinking.clone());
-    }
+    switch_thinking(kwargs, effort != "none");
     kwargs.entry("reasoning_effort").or_insert(effort.into());
+}
+
+/// Sets both names of the switch that templates read, unless the client did.
+fn switch_thinking(kwargs: &mut Map<String, Value>, is_thinking: bool) {
+    for name in ["thinking", "enable_thinking"] {
+        kwargs.entry(name).or_insert(is_thinking.into());
+    }
 }
 
 /// Adds what `thinking` and `output_config` of a body for `/v1/messages` mean to its variables of
@@ -89,9 +93,7 @@ pub(super) fn set_thinking(body: &mut Map<String, Value>) {
         return;
     };
     if let Some(is_thinking) = is_thinking {
-        for name in ["thinking", "enable_thinking"] {
-            kwargs.entry(name).or_insert(is_thinking.into());
-        }
+        switch_thinking(kwargs, is_thinking);
     }
     if let Some(effort) = effort {
         kwargs.entry("reasoning_effort").or_insert(effort);
