@@ -3,6 +3,7 @@
 
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::prompt::{PromptIdentity, ReplyJoin, ReplyShape};
 
@@ -164,7 +165,9 @@ impl TokenChain {
 
     fn finish(mut self, end: ReplyEnd) -> Vec<BlockHash> {
         let mut blocks = Vec::new();
-        let Some(mut ids) = self.take_ids(end) else {
+        let text = self.text.as_deref().unwrap_or_default();
+        let seed = xxh3_64(text.as_bytes());
+        let Some(mut ids) = self.take_ids(end).or_else(|| self.unknown_ids(end, seed)) else {
             return blocks;
         };
         // An engine computes the KV cache of a token when it generates the next one. So the last
@@ -196,6 +199,26 @@ impl TokenChain {
         let is_believed = is_framed || end.tokens.is_none_or(is_same);
         is_believed.then_some(ids)
     }
+
+    /// Returns as many ids as the engine reported, which no prompt contains. Their blocks match
+    /// nothing, but the engine's cache holds as many, for which it evicts others.
+    fn unknown_ids(&self, end: ReplyEnd, seed: u64) -> Option<Vec<u32>> {
+        if matches!(&self.seam, Some(ReplyJoin::Local(seam)) if seam.is_framed()) {
+            return None;
+        }
+        let made = end.tokens?.min(IDS_MAX);
+        Some(
+            (0..made)
+                .map(|position| unknown_id(seed, position))
+                .collect(),
+        )
+    }
+}
+
+/// Returns an id that no vocabulary has.
+fn unknown_id(seed: u64, position: usize) -> u32 {
+    let hash = xxh3_64_with_seed(&position.to_le_bytes(), seed);
+    (hash as u32) | 1 << 31
 }
 
 /// A chain of blocks of bytes.

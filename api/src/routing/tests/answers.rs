@@ -67,6 +67,12 @@ impl Conversation {
         self.matched_after(answers, (CHAT, &chat(&turns)))
     }
 
+    /// Returns the number of blocks that are believed to be in the engine's cache.
+    fn owned(&self) -> u64 {
+        let log = self.bench.port.log.lock().unwrap();
+        log.state.view().blocks.owned(Slot(0)).into()
+    }
+
     /// Returns the number of blocks that an engine has computed after an answer of `made` tokens.
     fn blocks_after(&self, made: u64) -> u64 {
         // The last token has not been computed.
@@ -80,7 +86,7 @@ fn run<T>(reading: impl Future<Output = T>) -> T {
 }
 
 #[test]
-fn an_answer_whose_text_has_other_tokens_adds_no_blocks() {
+fn an_answer_whose_text_has_other_tokens_adds_blocks_that_match_nothing() {
     for difference in -3..=4 {
         let it = Conversation::start();
         let made = it.reply_tokens.saturating_add_signed(difference);
@@ -90,7 +96,27 @@ fn an_answer_whose_text_has_other_tokens_adds_no_blocks() {
             _ => it.blocks_after(0),
         };
         assert_eq!(it.matched_after_text(made), expected, "{difference}");
+        assert_eq!(it.owned(), it.blocks_after(made), "{difference}");
     }
+}
+
+#[test]
+fn an_answer_that_is_no_text_adds_blocks_that_match_nothing() {
+    let it = Conversation::start();
+    let answers = |attempt: &mut Attempt| {
+        attempt.other_output(30, Instant::now());
+        attempt.usage(usage(0, None, 30), Instant::now());
+    };
+    let turns = [
+        ("user", QUESTION),
+        ("assistant", "Let me see."),
+        ("user", "Well."),
+    ];
+    let matched = it.matched_after(answers, (CHAT, &chat(&turns)));
+    assert_eq!(
+        (matched, it.owned()),
+        (it.blocks_after(0), it.blocks_after(30))
+    );
 }
 
 #[test]
