@@ -18,6 +18,8 @@ use super::chats::WORDS;
 
 /// Maximum time for an engine to become healthy.
 const START_MAX: Duration = Duration::from_secs(300);
+/// Assumed size of the cache of an engine that does not tell it, in tokens.
+const OTHER_TOKENS: u64 = 8_192;
 /// Interval between two polls of an engine.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
@@ -30,14 +32,23 @@ pub(super) struct Engine {
     process: Option<Child>,
 }
 
+/// A kind of engine, as far as the check treats it differently.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EngineKind {
+    Vllm,
+    Sglang,
+    Other,
+}
+
 /// Properties that an engine reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineFacts {
+    pub(super) kind: EngineKind,
     pub(super) model: String,
-    /// Number of tokens per block.
-    pub(super) block: u64,
-    /// Number of blocks in the engine's cache.
-    pub(super) blocks: u64,
+    /// Number of tokens per block; `None` if the engine does not tell.
+    pub(super) block: Option<u64>,
+    /// Number of tokens in the engine's cache.
+    pub(super) tokens: u64,
 }
 
 /// Means to start engines: the command, and a folder for their output.
@@ -133,18 +144,31 @@ impl Engine {
     /// engine supports it (vLLM: with `VLLM_SERVER_DEV_MODE=1`). Then sends a short request, so
     /// that the engine publishes the reset as a KV event.
     pub(super) async fn reset(&self, http: &JsonClient, model: &str) -> anyhow::Result<bool> {
-        let url = self.url("/reset_prefix_cache");
-        let answer = http.send(Method::POST, &url, Some(&json!({}))).await?;
-        if !answer.status.is_success() {
-            return Ok(false);
+        for path in ["/reset_prefix_cache", "/flush_cache"] {
+            let url = self.url(path);
+            let answer = http.send(Method::POST, &url, Some(&json!({}))).await?;
+            if answer.status.is_success() {
+                self.complete(http, model, "word").await?;
+                return Ok(true);
+            }
         }
-        let body = json!({ "model": model, "prompt": "word", "max_tokens": 1 });
-        let url = self.url("/v1/completions");
-        http.call(Method::POST, &url, Some(&body)).await?;
-        Ok(true)
+        Ok(false)
     }
 
-    /// Queries the engine's model, block size and number of blocks.
+    /// Lets the engine complete a prompt by one token.
+    pub(super) async fn complete(
+        &self,
+        http: &JsonClient,
+        model: &str,
+        prompt: &str,
+    ) -> anyhow::Result<()> {
+        let body = json!({ "model": model, "prompt": prompt, "max_tokens": 1 });
+        let url = self.url("/v1/completions");
+        http.call(Method::POST, &url, Some(&body)).await?;
+        Ok(())
+    }
+
+    /// Queries the engine's model, block size and size of the cache.
     pub(super) async fn facts(&self, http: &JsonClient) -> anyhow::Result<EngineFacts> {
         let models = http
             .call(Method::GET, &self.url("/v1/models"), None)
@@ -154,21 +178,27 @@ impl Engine {
             .context("it lists no model")?;
         let metrics = http.send(Method::GET, &self.url("/metrics"), None).await?;
         let metrics = String::from_utf8_lossy(&metrics.body).into_owned();
-        let told = |label: &str| -> anyhow::Result<u64> {
-            let config = metrics
-                .lines()
-                .find(|it| it.starts_with("vllm:cache_config_info{"));
-            let config = config.context("it tells no vllm:cache_config_info")?;
-            let (_, value) = config
-                .split_once(&format!("{label}=\""))
-                .with_context(|| format!("it tells no {label}"))?;
-            let value = value.split('"').next().unwrap_or_default();
-            value.parse().with_context(|| format!("{label} is {value}"))
+        let (kind, block, tokens) = if let Some(sizes) = vllm_sizes(&metrics)? {
+            let [block, blocks] = sizes;
+            (EngineKind::Vllm, Some(block), block * blocks)
+        } else if let Ok(info) = http
+            .call(Method::GET, &self.url("/server_info"), None)
+            .await
+        {
+            let number = |name: &str| {
+                let value = info[name].as_u64();
+                value.with_context(|| format!("/server_info has no {name}"))
+            };
+            let tokens = number("max_total_num_tokens")?;
+            (EngineKind::Sglang, Some(number("page_size")?), tokens)
+        } else {
+            (EngineKind::Other, None, OTHER_TOKENS)
         };
         Ok(EngineFacts {
+            kind,
             model: model.to_owned(),
-            block: told("block_size")?,
-            blocks: told("num_gpu_blocks_override").or_else(|_| told("num_gpu_blocks"))?,
+            block,
+            tokens,
         })
     }
 
@@ -179,8 +209,10 @@ impl Engine {
         for word in WORDS {
             let body = json!({ "model": model, "prompt": format!(" {word}"), "add_special_tokens": false });
             let answer = http
-                .call(Method::POST, &self.url("/tokenize"), Some(&body))
+                .send(Method::POST, &self.url("/tokenize"), Some(&body))
                 .await?;
+            // Not every engine has this endpoint, or takes this body.
+            let answer = answer.success().unwrap_or_default();
             if let Some([Value::Number(one)]) = answer["tokens"].as_array().map(Vec::as_slice) {
                 tokens.extend(one.as_u64());
             }
@@ -205,4 +237,22 @@ impl Drop for Engine {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Returns the number of tokens per block and of blocks in vLLM's metrics; `None` if these are not
+/// vLLM's.
+fn vllm_sizes(metrics: &str) -> anyhow::Result<Option<[u64; 2]>> {
+    let mut lines = metrics.lines();
+    let Some(config) = lines.find(|it| it.starts_with("vllm:cache_config_info{")) else {
+        return Ok(None);
+    };
+    let told = |label: &str| -> anyhow::Result<u64> {
+        let (_, value) = config
+            .split_once(&format!("{label}=\""))
+            .with_context(|| format!("it tells no {label}"))?;
+        let value = value.split('"').next().unwrap_or_default();
+        value.parse().with_context(|| format!("{label} is {value}"))
+    };
+    let blocks = told("num_gpu_blocks_override").or_else(|_| told("num_gpu_blocks"))?;
+    Ok(Some([told("block_size")?, blocks]))
 }

@@ -16,9 +16,10 @@ use serde_json::{Value, json};
 use tokio::sync::{Notify, RwLock, RwLockWriteGuard};
 
 use super::chats::{Chats, Turn};
+use super::endpoints::{Said, Way};
 use super::{NEAR_PERCENT, RowReport};
 
-/// Maximum number of misses and failures that are printed.
+/// Maximum number of misses that are printed.
 const TOLD_MAX: usize = 20;
 
 /// Unit of the router's predictions.
@@ -33,10 +34,9 @@ pub(super) enum Target {
 /// Predicted and actual cached tokens of one request.
 #[derive(Debug)]
 struct Finding {
-    prompt: u64,
+    way: Way,
+    said: Said,
     predicted: u64,
-    cached: u64,
-    answer: String,
     backend: String,
     /// Time of sending the request, since the Unix epoch.
     sent: Duration,
@@ -140,16 +140,16 @@ impl<'a> Load<'a> {
     }
 
     async fn one(&self) -> anyhow::Result<()> {
-        let Turn { chat, body } = self.chats.borrow_mut().next();
+        let Turn { chat, way, body } = self.chats.borrow_mut().next();
         let up: Vec<usize> = {
             let is_up = self.is_up.borrow();
             (0..self.replicas.len()).filter(|at| is_up[*at]).collect()
         };
         let replica = up[self.random.borrow_mut().random_range(0..up.len())];
-        match self.ask(&self.replicas[replica], &body).await {
+        match self.ask(&self.replicas[replica], way, &body).await {
             Ok(found) => {
                 self.note(replica, &body, &found)?;
-                self.chats.borrow_mut().answered(chat, &found.answer);
+                self.chats.borrow_mut().answered(chat, &found.said);
                 self.count(replica, &found);
             }
             Err(error) => {
@@ -159,7 +159,7 @@ impl<'a> Load<'a> {
                     sums.failed += 1;
                     sums.failed
                 };
-                self.tell(&format!("replica {}: {error:#}", replica + 1));
+                eprintln!("  {way:?}, replica {}: {error:#}", replica + 1);
                 let answered = self.ended();
                 ensure!(
                     failed < 100 + answered,
@@ -170,8 +170,8 @@ impl<'a> Load<'a> {
         Ok(())
     }
 
-    async fn ask(&self, replica: &str, body: &Value) -> anyhow::Result<Finding> {
-        let url = format!("{replica}/v1/chat/completions");
+    async fn ask(&self, replica: &str, way: Way, body: &Value) -> anyhow::Result<Finding> {
+        let url = format!("{replica}{}", way.path());
         let sent = now()?;
         let answer = self.http.send(Method::POST, &url, Some(body)).await?;
         let ended = now()?;
@@ -180,26 +180,23 @@ impl<'a> Load<'a> {
             value.unwrap_or_default().to_owned()
         };
         let (prefix, backend) = (header("x-quorate-prefix"), header("x-quorate-backend"));
-        let answer = answer.success()?;
+        let said = if body["stream"] == true && answer.status.is_success() {
+            let events = String::from_utf8_lossy(&answer.body);
+            let said = way.read_stream(&events);
+            said.with_context(|| format!("the stream was: {events}"))?
+        } else {
+            way.read(&answer.success()?)?
+        };
         let (matched, total) = prefix.split_once('/').context("no x-quorate-prefix")?;
         let (matched, total): (u64, u64) = (matched.parse()?, total.parse()?);
-        let usage = &answer["usage"];
-        let prompt = usage["prompt_tokens"]
-            .as_u64()
-            .context("no prompt_tokens")?;
-        let message = &answer["choices"][0]["message"]["content"];
         Ok(Finding {
-            prompt,
+            way,
             predicted: match self.target {
                 Target::Tokens(block) => matched * block,
                 // On average half a block follows the last full one.
-                Target::Share => 2 * matched * prompt / (2 * total + 1),
+                Target::Share => 2 * matched * said.prompt / (2 * total + 1),
             },
-            // Engines omit zeros.
-            cached: usage["prompt_tokens_details"]["cached_tokens"]
-                .as_u64()
-                .unwrap_or(0),
-            answer: message.as_str().unwrap_or_default().to_owned(),
+            said,
             backend,
             sent,
             ended,
@@ -216,49 +213,50 @@ impl<'a> Load<'a> {
             "is_counted": self.to_fill.get() == 0,
             "replica": replica + 1,
             "backend": found.backend,
+            "way": format!("{:?}", found.way),
             "sent": found.sent.as_secs_f64(),
             "ended": found.ended.as_secs_f64(),
-            "prompt": found.prompt,
+            "prompt": found.said.prompt,
             "predicted": found.predicted,
-            "cached": found.cached,
+            "cached": found.said.cached,
             "body": body,
-            "answer": found.answer,
+            "answer": found.said.text,
         });
         writeln!(record, "{line}").context("write the record")
     }
 
     fn count(&self, replica: usize, found: &Finding) {
+        let Said { prompt, cached, .. } = found.said;
         let to_fill = self.to_fill.get();
         if to_fill > 0 {
-            let computed = found.prompt.saturating_sub(found.cached);
+            let computed = prompt.saturating_sub(cached);
             self.to_fill.set(to_fill.saturating_sub(computed));
             return;
         }
-        let off = found.predicted.abs_diff(found.cached);
+        let off = found.predicted.abs_diff(cached);
         let mut sums = self.sums.borrow_mut();
         sums.requests += 1;
         sums.equal += u64::from(off == 0);
-        sums.near += u64::from(off * 100 <= found.prompt * NEAR_PERCENT);
-        sums.off[0] += u64::from(found.predicted > found.cached);
-        sums.off[1] += u64::from(found.predicted < found.cached);
-        sums.prompt_tokens += found.prompt;
-        sums.cached_tokens += found.cached;
+        sums.near += u64::from(off * 100 <= prompt * NEAR_PERCENT);
+        sums.off[0] += u64::from(found.predicted > cached);
+        sums.off[1] += u64::from(found.predicted < cached);
+        sums.prompt_tokens += prompt;
+        sums.cached_tokens += cached;
         sums.wrong_tokens += off;
         let number = sums.requests;
         drop(sums);
         if off > 0 && matches!(self.target, Target::Tokens(_)) {
             self.tell(&format!(
-                "request {number}, replica {}, {}: {} of {} tokens predicted, {} found",
+                "request {number} ({:?}), replica {}, {}: {} of {prompt} tokens predicted, {cached} found",
+                found.way,
                 replica + 1,
                 found.backend,
                 found.predicted,
-                found.prompt,
-                found.cached
             ));
         }
     }
 
-    /// Prints one of the first misses or failures, to be looked up in the logs.
+    /// Prints one of the first misses, to be looked up in the logs.
     fn tell(&self, what: &str) {
         if self.told.get() < TOLD_MAX {
             self.told.set(self.told.get() + 1);

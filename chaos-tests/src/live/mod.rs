@@ -5,8 +5,10 @@
 //! It is not part of `cargo test`, because it needs engines. See docs/guide/engines.md.
 
 mod chats;
+mod endpoints;
 mod engines;
 mod load;
+mod starts;
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -22,8 +24,9 @@ use serde_json::json;
 use tokio::time::sleep;
 
 use crate::processes::{ClusterOptions, ProcessCluster, until};
-use chats::Chats;
-use engines::{Engine, EngineFacts, Starter};
+use chats::{Answers, Chats};
+use endpoints::{ALL, COMMON, PROSE, RESTRICTABLE, Way};
+use engines::{Engine, EngineFacts, EngineKind, Starter};
 use load::{Load, Target};
 
 /// Maximum wait for a response.
@@ -73,55 +76,131 @@ enum Tokens {
     Characters,
 }
 
+/// What a row counts as right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Right {
+    /// Predictions that are correct to the token.
+    Equal,
+    /// Predictions whose error is at most a tenth of the prompt.
+    Near,
+    /// Requests that get a response.
+    Answered,
+    /// Starts of a cluster after which all engines are followed exactly in time.
+    ExactInTime,
+}
+
 /// One row of the table, which is one load on a new cluster.
 #[derive(Debug, Clone, Copy)]
 struct Row {
     name: &'static str,
     knowledge: Knowledge,
     tokens: Tokens,
+    answers: Answers,
+    /// Ways in which the clients send their chats.
+    ways: &'static [Way],
     /// Number of concurrent requests.
     lanes: usize,
     /// Whether all engines serve the load, or only the first one.
     has_all_engines: bool,
     has_faults: bool,
-    /// Minimum share of correct predictions, in hundredths of a percent.
+    right: Right,
+    /// Minimum share of what is right, in hundredths of a percent.
     goal: u64,
+    /// The same for engines of SGLang, which evict whole leaves of their tree and put a prompt
+    /// into it only after its prefill.
+    goal_sglang: u64,
 }
 
-const ROWS: [Row; 6] = [
-    row("precise, 3 at once", Tokens::File, 3, 10_000),
+const ROWS: [Row; 10] = [
     Row {
+        has_all_engines: true,
+        ..row("precise, 3 at once", 3, 9_990)
+    },
+    Row {
+        answers: Answers::Words,
+        ways: RESTRICTABLE,
         has_faults: true,
         has_all_engines: true,
-        ..row("precise, 3 at once, faults", Tokens::File, 3, 9_990)
+        ..row("precise, 3 at once, words, faults", 3, 9_995)
     },
     Row {
         has_all_engines: true,
-        ..row("precise, 12 at once", Tokens::File, 12, 9_950)
+        goal_sglang: 9_800,
+        ..row("precise, 12 at once", 12, 9_950)
+    },
+    Row {
+        answers: Answers::Words,
+        ways: RESTRICTABLE,
+        has_all_engines: true,
+        goal_sglang: 9_800,
+        ..row("precise, 12 at once, words", 12, 9_950)
     },
     Row {
         knowledge: Knowledge::Leases,
-        ..row("leases, huggingface", Tokens::File, 3, 9_500)
+        ..row("leases, huggingface", 3, 9_700)
     },
     Row {
         knowledge: Knowledge::Leases,
-        ..row("leases, engine", Tokens::Engine, 3, 9_500)
+        answers: Answers::Words,
+        ways: RESTRICTABLE,
+        ..row("leases, huggingface, words", 3, 9_700)
     },
     Row {
         knowledge: Knowledge::Leases,
-        ..row("leases, character", Tokens::Characters, 3, 9_900)
+        tokens: Tokens::Engine,
+        ..row("leases, engine", 3, 9_500)
+    },
+    Row {
+        knowledge: Knowledge::Leases,
+        tokens: Tokens::Characters,
+        ways: PROSE,
+        right: Right::Near,
+        ..row("leases, character", 3, 9_900)
+    },
+    Row {
+        knowledge: Knowledge::Leases,
+        ways: COMMON,
+        right: Right::Answered,
+        ..row("no request fails", 6, 10_000)
+    },
+    Row {
+        has_all_engines: true,
+        right: Right::ExactInTime,
+        ..row("fresh starts", 1, 10_000)
     },
 ];
 
-const fn row(name: &'static str, tokens: Tokens, lanes: usize, goal: u64) -> Row {
+const fn row(name: &'static str, lanes: usize, goal: u64) -> Row {
     Row {
         name,
         knowledge: Knowledge::Events,
-        tokens,
+        tokens: Tokens::File,
+        answers: Answers::Model,
+        ways: ALL,
         lanes,
         has_all_engines: false,
         has_faults: false,
+        right: Right::Equal,
         goal,
+        goal_sglang: 9_950,
+    }
+}
+
+impl Row {
+    /// Returns the share of a report that is right, as parts and whole.
+    fn right(&self, report: &RowReport) -> (u64, u64) {
+        match self.right {
+            Right::Equal | Right::ExactInTime => (report.equal, report.requests),
+            Right::Near => (report.near, report.requests),
+            Right::Answered => (report.requests, report.requests + report.failed),
+        }
+    }
+
+    fn goal(&self, kind: EngineKind) -> u64 {
+        match kind {
+            EngineKind::Sglang if self.right == Right::Equal => self.goal.min(self.goal_sglang),
+            _ => self.goal,
+        }
     }
 }
 
@@ -150,8 +229,8 @@ pub struct RowReport {
     pub wrong_tokens: u64,
     /// Descriptions of the injected faults.
     pub faults: Vec<String>,
-    /// Minimum share of correct predictions, in hundredths of a percent. For predictions by
-    /// characters, near ones count as correct.
+    /// Minimum share of what the row counts as right, in hundredths of a percent: predictions that
+    /// are equal, near ones if they are made by characters, responses, or starts.
     pub goal: u64,
     /// Whether the goal was met.
     pub is_met: bool,
@@ -234,19 +313,40 @@ impl Scene<'_> {
         for engine in engines.iter() {
             engine.reset(http, &self.facts.model).await?;
         }
+        let mut report = match row.right {
+            Right::ExactInTime => self.start_often(engines).await?,
+            _ => self.compare(engines).await?,
+        };
+        report.name = row.name;
+        report.engines = engines.len();
+        report.goal = row.goal(self.facts.kind);
+        let (right, whole) = row.right(&report);
+        report.is_met = right * 10_000 >= whole * report.goal && whole > 0;
+        Ok(report)
+    }
+
+    /// Sends chats to a new cluster, and compares.
+    async fn compare(&self, engines: &mut [Engine]) -> anyhow::Result<RowReport> {
+        let (row, http) = (self.row, self.starter.http);
         let mut cluster = self.start_cluster(engines).await?;
+        let mut block = 0;
         for replica in 0..cluster.replicas() {
-            self.wait_known(&cluster, replica).await?;
+            block = self.wait_known(&cluster, replica).await?;
         }
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
-        let room = self.facts.blocks * self.facts.block * engines.len() as u64;
+        let room = self.facts.tokens * engines.len() as u64;
         let seed = since.as_secs();
-        let size = (PRESSURE * room, seed);
-        let chats = Chats::new(&self.facts.model, self.words, size, self.options.pause);
+        let chats = Chats::new(
+            &self.facts.model,
+            (row.answers, self.words),
+            row.ways,
+            (PRESSURE * room, seed),
+            self.options.pause,
+        );
         let urls = (0..cluster.replicas()).map(|number| cluster.data_url(number).to_owned());
         let target = match row.tokens {
             Tokens::Characters => Target::Share,
-            Tokens::File | Tokens::Engine => Target::Tokens(self.facts.block),
+            Tokens::File | Tokens::Engine => Target::Tokens(block),
         };
         let record = self.options.record.as_deref().map(append).transpose()?;
         let load = Load::new(http, urls.collect(), chats, target, (room, seed), record);
@@ -261,42 +361,30 @@ impl Scene<'_> {
         }
         let mut report = load.report();
         report.took_s = begin.elapsed().as_secs_f64();
-        report.name = row.name;
-        report.engines = engines.len();
         report.faults = faults.into_inner();
-        report.goal = row.goal;
-        let right = if row.tokens == Tokens::Characters {
-            report.near
-        } else {
-            report.equal
-        };
-        report.is_met = right * 10_000 >= report.requests * row.goal && report.requests > 0;
         cluster.stop();
         Ok(report)
     }
 
     /// Waits until a replica divides prompts into blocks as the engines do, and knows the caches of
-    /// all engines.
-    async fn wait_known(&self, cluster: &ProcessCluster, replica: usize) -> anyhow::Result<()> {
+    /// all engines. Returns the number of tokens of its blocks.
+    async fn wait_known(&self, cluster: &ProcessCluster, replica: usize) -> anyhow::Result<u64> {
         let Row {
             knowledge, tokens, ..
         } = *self.row;
         let body = json!({ "model": self.facts.model, "prompt": "a word" });
         let asked = json!({ "path": "/v1/completions", "headers": {}, "body": body });
         let url = cluster.admin_url(replica, "/admin/v1/explain");
+        let block = Cell::new(0);
         until("every engine is known", async || {
             let explained = cluster.operator().call(Method::POST, &url, Some(&asked));
-            let is_cut_alike = explained.await?["tokens_per_block"] == self.facts.block;
-            let backends = cluster.get(replica, "/admin/v1/backends").await?;
-            let mut list = backends["backends"]
-                .as_array()
-                .context("no backends")?
-                .iter();
-            let is_read = list.all(|it| it["ownership"]["mode"] == "exact");
+            block.set(explained.await?["tokens_per_block"].as_u64().unwrap_or(0));
+            let is_cut_alike = self.facts.block.is_none_or(|own| own == block.get());
             Ok((is_cut_alike || tokens == Tokens::Characters)
-                && (is_read || knowledge == Knowledge::Leases))
+                && (knowledge == Knowledge::Leases || is_exact(cluster, replica).await?))
         })
-        .await
+        .await?;
+        Ok(block.get())
     }
 
     async fn start_cluster(&self, engines: &[Engine]) -> anyhow::Result<ProcessCluster> {
@@ -375,6 +463,13 @@ impl Scene<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns whether a replica follows the caches of all engines exactly.
+async fn is_exact(cluster: &ProcessCluster, replica: usize) -> anyhow::Result<bool> {
+    let backends = cluster.get(replica, "/admin/v1/backends").await?;
+    let list = backends["backends"].as_array().context("no backends")?;
+    Ok(list.iter().all(|it| it["ownership"]["mode"] == "exact"))
 }
 
 fn append(file: &Path) -> anyhow::Result<File> {
