@@ -11,7 +11,6 @@ use super::{
     BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch, PromptIdentity,
     ReplyJoin, ReplyShape, SpecialTokenCount, TokenScope, Tokenizer,
 };
-use crate::users::isolation::CacheIsolation;
 
 /// Default block size, in bytes.
 const BLOCK_BYTES: u32 = 128;
@@ -88,7 +87,7 @@ impl PromptReader {
         let rest = &text[chain.len() * block_bytes as usize..];
         PromptIdentity {
             root,
-            isolation: CacheIsolation::None,
+            isolation: None,
             tokens: with_batch(tokens, parsed, ratio),
             matchable: matchable_of(parsed, matchable),
             unit,
@@ -128,7 +127,7 @@ impl PromptReader {
         let rest = &ids[chain.len() * block_size as usize..];
         PromptIdentity {
             root,
-            isolation: CacheIsolation::None,
+            isolation: None,
             tokens: with_batch(ids.len() as u64, parsed, ratio),
             matchable: matchable_of(parsed, matchable),
             unit: BlockUnit::Tokens,

@@ -43,7 +43,7 @@ use state::policy::PairSettings;
 use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
-use crate::users::isolation::CacheIsolation;
+use crate::users::isolation::SaltedWork;
 
 pub use cache_use::Truncation;
 pub use flatten::append_reply;
@@ -243,8 +243,9 @@ pub struct PromptIdentity {
     pub matchable: u32,
     /// Unit of the blocks.
     pub unit: BlockUnit,
-    /// How strictly engines must isolate the prompt's blocks from other users' prompts.
-    pub isolation: CacheIsolation,
+    /// Work for which engines must isolate the prompt's blocks from other users' by a salt; `None`
+    /// if they need not.
+    pub isolation: Option<SaltedWork>,
     /// Data with which a response continues the chain.
     pub tail: ChainTail,
 }

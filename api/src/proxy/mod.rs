@@ -189,11 +189,6 @@ impl Proxy {
         self.limits.store(Arc::new(limits));
     }
 
-    /// Replaces the allowance of the retry budgets for later retries.
-    pub fn replace_retry_budget(&self, retry: &RetrySettings) {
-        self.budget.replace(retry.allowance());
-    }
-
     /// Asks up to `count` client connections without a request to close, the longest idle first, to
     /// make room. Returns their number.
     pub fn close_idle(&self, count: usize) -> usize {

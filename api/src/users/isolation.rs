@@ -8,8 +8,6 @@
 
 use base64::Engine as _;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use state::caches::CacheScope;
 use state::prefix::BlockHasher;
@@ -20,20 +18,6 @@ const SALT_LABEL: &[u8] = b"quorate cache salt 1";
 /// it, the engine's kind decides.
 pub const CACHE_SALT_LABEL: &str = "cache-salt";
 
-/// Required isolation of a request's prompt from other users in an engine's cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum CacheIsolation {
-    /// No isolation.
-    #[default]
-    None,
-    /// Isolation is impossible on this path, but not mandatory: any engine may serve the request.
-    Unsalted,
-    /// Isolation by engines that support salts, as long as one is available.
-    Preferred(SaltedWork),
-    /// Isolation by engines that support salts, and no others.
-    Required(SaltedWork),
-}
-
 /// Kind of work that engines isolate by a salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaltedWork {
@@ -41,28 +25,6 @@ pub enum SaltedWork {
     Generation,
     /// Embeddings, scores and classes. SGLang takes no salt for them.
     Pooling,
-}
-
-impl CacheIsolation {
-    /// Returns the work for which the chosen engine should receive a salt, if it supports salts.
-    #[must_use]
-    pub fn salted(self) -> Option<SaltedWork> {
-        match self {
-            Self::Preferred(work) | Self::Required(work) => Some(work),
-            Self::None | Self::Unsalted => None,
-        }
-    }
-}
-
-/// What to do with an isolated user's request if no engine can isolate it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum WhenUnsalted {
-    /// Refuse the request.
-    #[default]
-    Refuse,
-    /// Serve the request with an engine whose cache all users share.
-    Serve,
 }
 
 /// Behaviour of engines that support salts, on one path.
@@ -96,17 +58,6 @@ impl SaltedPath {
             | "/v1/audio/transcriptions"
             | "/v1/audio/translations" => Self::NeedsNone,
             _ => Self::Ignored,
-        }
-    }
-
-    /// Returns the isolation of a request on this path; `None` if the request must be refused.
-    pub(crate) fn isolation(self, when_unsalted: WhenUnsalted) -> Option<CacheIsolation> {
-        match (self, when_unsalted) {
-            (Self::NeedsNone, _) => Some(CacheIsolation::None),
-            (Self::Taken(work), WhenUnsalted::Refuse) => Some(CacheIsolation::Required(work)),
-            (Self::Taken(work), WhenUnsalted::Serve) => Some(CacheIsolation::Preferred(work)),
-            (Self::Ignored, WhenUnsalted::Refuse) => None,
-            (Self::Ignored, WhenUnsalted::Serve) => Some(CacheIsolation::Unsalted),
         }
     }
 }
@@ -181,22 +132,5 @@ mod tests {
         let salt = salt(&hashing(42, 7), &group("team"), "ada", None);
         expect_test::expect!["HmcAZvARsozzfnmDrbi-y1IQIfLLbWhmN_vJpSbVBa0"]
             .assert_eq(&salt.unwrap());
-    }
-
-    #[test]
-    fn requests_to_unsalted_engines_are_refused_or_counted() {
-        let all = |path| {
-            let path = SaltedPath::of(path);
-            [WhenUnsalted::Refuse, WhenUnsalted::Serve].map(|when| path.isolation(when))
-        };
-        for (path, work) in [
-            ("/v1/completions", SaltedWork::Generation),
-            ("/v1/embeddings", SaltedWork::Pooling),
-        ] {
-            let required = Some(CacheIsolation::Required(work));
-            assert_eq!(all(path), [required, Some(CacheIsolation::Preferred(work))]);
-        }
-        assert_eq!(all("/v1/messages"), [None, Some(CacheIsolation::Unsalted)]);
-        assert_eq!(all("/tokenize"), [Some(CacheIsolation::None); 2]);
     }
 }

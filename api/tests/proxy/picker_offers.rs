@@ -1,10 +1,8 @@
 //! Endpoints offered to a gateway: how often each is first, and which are left out.
 
 use api::engines::backends::EngineKeys;
-use api::users::isolation::WhenUnsalted;
 use http::HeaderValue;
-use state::caches::CacheScope;
-use state::command::{Command, UserSettings};
+use state::command::Command;
 use state::policy::PolicyConfig;
 
 use super::engine::Engine;
@@ -73,22 +71,4 @@ async fn the_search_for_an_equal_second_endpoint_is_bounded() {
         assert_eq!(endpoints[0], engines[FIRST].address.to_string());
         assert_eq!(endpoints.len(), expected, "{unlike}");
     }
-}
-
-#[tokio::test]
-async fn only_the_picked_engine_counts_as_unsalted() {
-    let engines = dead(2).await;
-    let all: Vec<_> = engines.iter().collect();
-    let fleet = Fleet::start_with(&all, PATIENT, |settings| {
-        settings.when_unsalted = WhenUnsalted::Serve;
-    });
-    let fleet = fleet.await;
-    let settings = UserSettings {
-        cache: Some(CacheScope::Own),
-        ..UserSettings::default()
-    };
-    fleet.apply(Command::configure_user("ada", settings));
-    let picking = InProcessPicker::of(&fleet);
-    assert_eq!(told(&fleet, &picking).await.len(), 2);
-    assert_eq!(fleet.metrics.unsalted.get(), 1);
 }

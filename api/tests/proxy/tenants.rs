@@ -2,7 +2,6 @@
 //! requests (I111).
 
 use api::proxy::ProxySettings;
-use api::users::isolation::WhenUnsalted;
 use serde_json::{Value, json};
 use state::caches::CacheScope;
 use state::command::{BackendSpec, Command, UserSettings};
@@ -178,22 +177,5 @@ async fn an_isolated_user_is_not_routed_to_unsalted_engines() {
     assert_eq!(
         alone.client().await.ask(of("ada", &count)).await.status,
         200
-    );
-    assert_eq!(alone.metrics.unsalted.get(), 0);
-}
-
-#[tokio::test]
-async fn users_preferring_service_use_unsalted_engines_counted() {
-    let (mixing, keeping) = (engine().await, engine().await);
-    let serve = |settings: &mut ProxySettings| settings.when_unsalted = WhenUnsalted::Serve;
-    let both = fleet(&[&mixing, &keeping], &[1], serve).await;
-    assert_eq!(ask(&both, "ada", "").await.status, 200);
-    assert!(salt(&keeping).is_some() && mixing.requests().is_empty());
-    let alone = fleet(&[&mixing], &[], serve).await;
-    assert_eq!(ask(&alone, "ada", "").await.status, 200);
-    assert_eq!(salt(&mixing), None);
-    assert_eq!(
-        (both.metrics.unsalted.get(), alone.metrics.unsalted.get()),
-        (0, 1)
     );
 }

@@ -145,7 +145,6 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         min_index_wait: config.sections.routing.min_index_wait,
         identify_by: users.identify_by.clone(),
         trusted_proxies: users.trusted_proxies.clone(),
-        when_unsalted: users.when_unsalted,
         api_keys: config.api_keys.clone(),
         priority_max: config.admission.priority_max,
         usage_splice: config.usage.splice,

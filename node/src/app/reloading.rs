@@ -76,7 +76,6 @@ impl ReloadHandle {
 impl RunningParts {
     fn take(&self, config: &Config) {
         self.proxy.replace_limits(config.limits);
-        self.proxy.replace_retry_budget(&config.retry);
         self.backends.replace_settings(config.probes.clone());
         self.drain.store(Arc::new(config.drain.clone()));
         self.engines.allow(config.engine_addresses.clone());

@@ -199,7 +199,6 @@ impl ConfigReload {
         memory::fit(&mut self.running.limits, memory::limit());
         self.running.probes = config.probes.clone();
         self.running.drain = config.drain.clone();
-        self.running.retry.budget_percent = config.retry.budget_percent;
         self.running.engine_addresses = config.engine_addresses.clone();
         self.replica.take(&self.running);
     }
@@ -338,7 +337,7 @@ fn effect(key: &str) -> Effect {
     match key {
         // Room for connections is allocated at start.
         "limits.max_connections" => Effect::NeedsRestart,
-        "log.level" | "admin.backends_allow" | "retry.budget_percent" => Effect::Taken,
+        "log.level" | "admin.backends_allow" => Effect::Taken,
         _ if key.starts_with("limits.") || key.starts_with("drain.") => Effect::Taken,
         _ if key.starts_with("probes.") || is_engine_key => Effect::Taken,
         _ => Effect::NeedsRestart,

@@ -3,7 +3,6 @@
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
-use api::engines::backends::EngineUrl as BaseUrl;
 use api::engines::discovery::{
     DnsSource, EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice, SourceKind,
     SourceSettings,
@@ -16,7 +15,7 @@ use super::file::DiscoveryConfig;
 use super::read::Settings;
 
 /// Keys that are only valid for some kinds of sources, with these kinds.
-const KEYS_OF: [(&str, &[&str]); 12] = [
+const KEYS_OF: [(&str, &[&str]); 11] = [
     ("name", &["dns"]),
     ("interval", &["dns"]),
     ("resolver", &["dns"]),
@@ -25,7 +24,6 @@ const KEYS_OF: [(&str, &[&str]); 12] = [
     ("selector", &["kubernetes"]),
     ("inference_pool", &["kubernetes"]),
     ("port", &["kubernetes"]),
-    ("api_server", &["kubernetes"]),
     ("scheme", &["dns", "kubernetes"]),
     ("kv_events_port", &["dns", "kubernetes"]),
     ("kv_replay_port", &["dns", "kubernetes"]),
@@ -87,7 +85,6 @@ impl DiscoveryConfig {
                 models: self.models.clone(),
                 labels: self.labels.clone(),
                 role: self.role,
-                capacity_blocks: self.capacity_blocks,
                 scheme: self.scheme,
                 kv_events_port: self.kv_events_port,
                 kv_replay_port: self.kv_replay_port,
@@ -122,7 +119,7 @@ fn check_common(path: &str, source: &DiscoveryConfig, has_tokens: bool, found: &
         url: format!("http://{}:1", Ipv4Addr::LOCALHOST),
         models: source.models.clone(),
         labels: source.labels.clone(),
-        capacity_blocks: source.capacity_blocks,
+        capacity_blocks: None,
         kv_events: None,
         kv_replay: None,
         role: source.role,
@@ -212,11 +209,9 @@ fn kubernetes(
         let message = format!("{path}.port is not set");
         found.refuse(path, message, "the port of the engines, beside selector");
     }
-    let server = source.api_server.as_ref();
     Some(KubernetesSource {
         access: KubernetesAccess {
             namespace: source.namespace.clone(),
-            api_server: server.and_then(|server| BaseUrl::parse(server).ok()),
             ..KubernetesAccess::default()
         },
         pods,

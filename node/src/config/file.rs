@@ -168,15 +168,16 @@ pub struct ClusterConfig {
     /// if something, such as a StatefulSet, keeps two replicas from running under one id.
     pub replace_lost: bool,
     /// Let the leader promote learners to voters automatically, keeping the number of voters odd
-    /// and at most `voters_max`. Without it, use `quorate member promote`. Set it on all replicas,
-    /// and only with `secret_file` or `[tls.peer]`: any replica that may join becomes a voter.
+    /// and at most five. Without it, use `quorate member promote`. Set it on all replicas, and only
+    /// with `secret_file` or `[tls.peer]`: any replica that may join becomes a voter.
     pub auto_promote: bool,
     /// How long a learner must keep up with the log before it is promoted.
     #[serde(skip)]
     #[default(Duration::from_secs(10))]
     pub promote_after: Duration,
-    /// Maximum number of voters under `auto_promote`. Further replicas serve as learners.
-    #[schemars(range(min = 1))]
+    /// Maximum number of voters under `auto_promote`. Further replicas serve as learners. Five
+    /// tolerate two failures, and every voter beyond makes a majority slower.
+    #[serde(skip)]
     #[default(5)]
     pub voters_max: u8,
     /// File with a shared secret of at least 32 bytes. Replicas authenticate each other with it and
@@ -240,13 +241,12 @@ pub struct RoutingConfig {
     #[schemars(extend("enum" = POLICY_NAMES))]
     #[default("cost".to_owned())]
     pub policy: String,
-    /// Let requests choose a policy with `x-quorate-policy`. It uses the settings below.
+    /// Let requests choose a policy with `x-quorate-policy`, which uses the settings below, and
+    /// select backends by label with `x-quorate-select: key=value,...`.
     pub allow_override: bool,
-    /// Let requests select backends by label with `x-quorate-select: key=value,...`.
-    pub allow_select: bool,
     /// Longest queue at which a request for a LoRA adapter is restricted to the engines that have
-    /// it in memory: requests waiting in the engine, and here for the adapter. Beyond it, any
-    /// engine may load the adapter.
+    /// it in memory.
+    #[serde(skip)]
     #[default(api::engines::backends::QUEUEING_THRESHOLD_LORA)]
     pub queueing_threshold_lora: u32,
     /// Longest wait until the replica has applied the index in a request's `x-quorate-min-index`.
@@ -257,21 +257,6 @@ pub struct RoutingConfig {
     /// created; later use `PUT /admin/v1/routing`.
     #[default(RoutingSettings::default().learn)]
     pub learn: bool,
-    /// Largest tolerated error of cache predictions, in thousandths of the prompt tokens. Beyond it
-    /// a backend is marked and its reported cache capacity is corrected. Read when a cluster is
-    /// created, as above.
-    #[schemars(range(max = 1000))]
-    #[default(RoutingSettings::default().prediction_off_permille)]
-    pub prediction_off_permille: u32,
-    /// Maximum number of blocks that one engine of unknown cache size is assumed to hold, until its
-    /// answers say more. Read when a cluster is created, as above.
-    #[schemars(range(min = 1))]
-    #[default(RoutingSettings::default().assumed_blocks)]
-    pub assumed_blocks: u32,
-    /// The same for all such engines together. Read when a cluster is created, as above.
-    #[schemars(range(min = 1))]
-    #[default(RoutingSettings::default().assumed_blocks_total)]
-    pub assumed_blocks_total: u32,
     /// Settings of the policies.
     #[serde(flatten)]
     pub policies: PolicyTables,
@@ -400,9 +385,6 @@ pub struct DiscoveryConfig {
     /// each.
     #[schemars(range(min = 1))]
     pub port: Option<u16>,
-    /// `kubernetes`: URL of the API server. Default: that of the pod's cluster.
-    #[serde(with = "AsOption::<EngineUrl>")]
-    pub api_server: Option<String>,
     /// `dns` and `kubernetes`: scheme of the engines' URLs: `http` or `https`, which needs
     /// certificates for addresses.
     pub scheme: EngineScheme,
@@ -421,10 +403,6 @@ pub struct DiscoveryConfig {
     /// Stage of requests that the engines compute, as in `[[backends]]`. A pod's label
     /// `quorate.role` and a file's entry override it.
     pub role: BackendRole,
-    /// Capacity of each engine's cache, in blocks of the model's `block_size`. Default: as the engine
-    /// reports, corrected by its responses.
-    #[schemars(range(min = 1))]
-    pub capacity_blocks: Option<u32>,
     /// How long a backend that its source no longer lists drains before it is removed.
     #[serde(with = "As::<Span>")]
     #[default(Duration::from_secs(30))]

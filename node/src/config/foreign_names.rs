@@ -30,7 +30,7 @@ const KEYS: [(&str, &str); 6] = [
     ),
     (
         "routing.vllm-cache-aware.max_blocks_per_backend",
-        "routing.assumed_blocks, for engines that do not tell their capacity",
+        "[[backends]] capacity_blocks, for engines that do not tell their capacity",
     ),
     (
         "routing.vllm-cache-aware.eviction_interval_secs",
@@ -59,7 +59,7 @@ const VARIABLES: [(&str, &str); 16] = [
     ),
     (
         "AIBRIX_PREFIX_CACHE_BLOCK_NUMBER",
-        "routing.assumed_blocks_total",
+        "[[backends]] capacity_blocks, for engines that do not tell it",
     ),
     (
         "AIBRIX_PREFIX_CACHE_POD_RUNNING_REQUEST_IMBALANCE_ABS_COUNT",

@@ -56,9 +56,7 @@ pub(super) fn settings(
     RoutingSettings {
         models,
         learn: file.routing.learn,
-        prediction_off_permille: file.routing.prediction_off_permille,
-        assumed_blocks: file.routing.assumed_blocks,
-        assumed_blocks_total: file.routing.assumed_blocks_total,
+        ..RoutingSettings::default()
     }
 }
 
@@ -70,7 +68,7 @@ pub(super) fn select(file: &ConfigFile) -> SelectSettings {
         (model.name.clone(), labels)
     });
     SelectSettings {
-        allow: file.routing.allow_select,
+        allow: file.routing.allow_override,
         models: models.collect(),
     }
 }

@@ -8,7 +8,6 @@ use api::proxy::{
     Charges, Expose, IdentifyBy, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS,
     STRIPPED_HEADERS, UsageRequest,
 };
-use api::users::isolation::WhenUnsalted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
@@ -127,9 +126,6 @@ pub struct UsersConfig {
     /// serves them however long it is cut off.
     #[serde(with = "As::<SpanOrZero>")]
     pub refuse_stale_keys_after: Duration,
-    /// What to do with requests of isolated users (docs/guide/security.md) if no engine can isolate
-    /// them: `refuse`, or `serve` by an engine whose cache all users share.
-    pub when_unsalted: WhenUnsalted,
     /// When the end of a response reaches its client: `asynchronous`, at once (a replica that dies
     /// loses the charges of its last `cluster.flush_interval`), or `durable`, once its charge is
     /// committed (docs/guide/admission.md).

@@ -72,7 +72,7 @@ fn sighup_applies_reloadable_keys_and_names_the_rest() {
     reloaded.reload(
         "debug",
         "[limits]\nmax_body = \"1KiB\"\nmax_connections = 50\n\
-         [probes]\ninterval = \"3s\"\n[retry]\nbudget_percent = 5\n[routing]\npolicy = \"random\"\n",
+         [probes]\ninterval = \"3s\"\n[routing]\npolicy = \"random\"\n",
     );
     let said = |texts: &[&str]| reloaded.replica.process.says(texts);
     said(&["INFO", "setting changed", "log.level", "info", "debug"]);
@@ -87,7 +87,6 @@ fn sighup_applies_reloadable_keys_and_names_the_rest() {
         ("limits.max_body", "32MiB", "1KiB"),
         ("drain.deadline", "30s", "2s"),
         ("probes.interval", "1s", "3s"),
-        ("retry.budget_percent", "20", "5"),
     ] {
         said(&["setting changed", key, before, after]);
     }
@@ -103,7 +102,6 @@ fn sighup_applies_reloadable_keys_and_names_the_rest() {
     assert_eq!(reloaded.in_effect("log.level"), "debug");
     assert_eq!(reloaded.in_effect("limits.max_connections"), 16384);
     assert_eq!(reloaded.in_effect("limits.max_body"), "1KiB");
-    assert_eq!(reloaded.in_effect("retry.budget_percent"), 5);
     let long = format!("{{\"model\":\"{}\"}}", "m".repeat(2000));
     let key = "authorization: Bearer sk-second\r\n";
     let path = "/v1/chat/completions";

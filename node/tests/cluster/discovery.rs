@@ -27,7 +27,6 @@ pub(super) fn file_source(file: &Path) -> SourceSettings {
             models: vec!["*".to_owned()],
             labels: BTreeMap::new(),
             role: state::command::BackendRole::Both,
-            capacity_blocks: None,
             scheme: EngineScheme::Http,
             kv_events_port: None,
             kv_replay_port: None,

@@ -119,12 +119,12 @@ pub const QUEUEING_THRESHOLD_LORA: u32 = 50;
 #[serde(default, deny_unknown_fields)]
 pub struct ProbeSettings {
     /// Pause between two health probes of a backend. Two failures in a row make it unhealthy, one
-    /// success makes it healthy.
+    /// success makes it healthy. A probe fails after 2 s without an answer.
     #[serde(with = "As::<Span>")]
     #[default(Duration::from_secs(1))]
     pub interval: Duration,
-    /// Timeout of a probe.
-    #[serde(with = "As::<Span>")]
+    /// Timeout of a probe. Engines under full load answer far sooner.
+    #[serde(skip)]
     #[default(Duration::from_secs(2))]
     pub timeout: Duration,
     /// Path to probe. Default: the first of `/ready`, `/health` and `/v1/models` that the engine

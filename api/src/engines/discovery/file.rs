@@ -184,7 +184,7 @@ fn engine(
         url: url.as_str().to_owned(),
         models: entry.models.unwrap_or_else(|| template.models.clone()),
         labels,
-        capacity_blocks: entry.capacity_blocks.or(template.capacity_blocks),
+        capacity_blocks: entry.capacity_blocks,
         kv_events: entry.kv_events,
         kv_replay: entry.kv_replay,
         role: entry.role.unwrap_or(template.role),

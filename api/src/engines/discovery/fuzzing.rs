@@ -67,7 +67,6 @@ fn template() -> EngineTemplate {
         models: vec!["*".to_owned()],
         labels: BTreeMap::from([("rack".to_owned(), "a".to_owned())]),
         role: state::command::BackendRole::Both,
-        capacity_blocks: None,
         scheme: EngineScheme::Http,
         kv_events_port: Some(5557),
         kv_replay_port: Some(5558),

@@ -110,8 +110,6 @@ pub struct EngineTemplate {
     pub labels: BTreeMap<String, String>,
     /// Role of the engines, unless the source states another.
     pub role: BackendRole,
-    /// Capacity of the engines' caches, in blocks; `None` if the engines report it.
-    pub capacity_blocks: Option<u32>,
     /// Protocol of the engines.
     pub scheme: EngineScheme,
     /// Port of the engines' KV events; `None` not to read them.
@@ -172,7 +170,7 @@ impl EngineTemplate {
             url: format!("{scheme}://{place}"),
             models: self.models.clone(),
             labels: labels.clone(),
-            capacity_blocks: self.capacity_blocks,
+            capacity_blocks: None,
             kv_events: endpoint(self.kv_events_port),
             kv_replay: endpoint(self.kv_replay_port),
             role: self.role,

@@ -14,7 +14,6 @@ use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
-use state::Backend;
 use state::ids::{BackendRef, Slot};
 use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -36,7 +35,6 @@ use crate::proxy::response::opening::{Opening, begin, is_text};
 use crate::proxy::response::response_body::ERROR_BYTES_MAX;
 use crate::routing::{Attempt, AttemptEnd, Decision, Usage};
 use crate::traces::TraceHeaders;
-use crate::users::isolation::CacheIsolation;
 
 /// Maximum time for reading the body of a refusal.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -46,8 +44,6 @@ pub(in crate::proxy) struct OutgoingRequest<'a> {
     pub(in crate::proxy) proxied: &'a ProxiedRequest,
     pub(in crate::proxy) uri: Uri,
     pub(in crate::proxy) body: Segments,
-    /// Body for engines that support salts, if the user's cached blocks must be isolated.
-    pub(in crate::proxy) salted: Option<Segments>,
     /// Body member that tells the decode engine where to get a prompt that another engine computed.
     pub(in crate::proxy) transfer: Option<Bytes>,
     /// Session of the two engines that run the request at once; `None` with any other handover.
@@ -57,15 +53,9 @@ pub(in crate::proxy) struct OutgoingRequest<'a> {
 }
 
 impl OutgoingRequest<'_> {
-    /// Returns the body for `backend`. Counts a request of an isolated user that is sent without
-    /// salt.
-    pub(in crate::proxy) fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
-        let is_salted = self.salts(proxy, backend);
-        if !is_salted && self.proxied.identity.isolation != CacheIsolation::None {
-            proxy.metrics.unsalted.inc();
-        }
-        let salted = self.salted.as_ref().filter(|_| is_salted);
-        let body = salted.unwrap_or(&self.body).clone();
+    /// Returns the body for the engine that responds.
+    pub(in crate::proxy) fn body(&self) -> Segments {
+        let body = self.body.clone();
         match &self.transfer {
             None => body,
             Some(member) => body.with_inserted(self.proxied.parsed.insert_at, member.clone()),
@@ -84,17 +74,6 @@ impl OutgoingRequest<'_> {
             biased;
             () = bootstrap_session.failed.cancelled() => Err(SendError::WithoutPrompt),
             done = step => done,
-        }
-    }
-
-    /// Whether `backend` receives the salt of the user's cached blocks.
-    pub(in crate::proxy) fn salts(&self, proxy: &Proxy, backend: &Backend) -> bool {
-        match self.proxied.identity.isolation {
-            CacheIsolation::Required(_) => self.salted.is_some(),
-            CacheIsolation::Preferred(work) => {
-                self.salted.is_some() && proxy.backends.knows_salts(backend, work)
-            }
-            CacheIsolation::None | CacheIsolation::Unsalted => false,
         }
     }
 }
@@ -142,7 +121,7 @@ pub(super) async fn attempt(
     let pending = PendingAttempt::of(attempt).bootstrap_session(sending.bootstrap_session.as_ref());
     let sent = {
         let request = Post {
-            body: &|backend: &Backend| sending.body_for(proxy, backend),
+            body: sending.body(),
             trace: trace.as_ref(),
             sent: &|| pending.is_sent.store(true, Relaxed),
         };
@@ -434,8 +413,7 @@ impl Drop for PendingAttempt {
 
 /// Parts of a request to a backend that depend on the caller.
 pub(super) struct Post<'a> {
-    /// Returns the body for a backend.
-    pub(in crate::proxy) body: &'a (dyn Fn(&Backend) -> Segments + Sync),
+    pub(in crate::proxy) body: Segments,
     /// Trace headers for the engine; `None` to forward those of the client.
     pub(in crate::proxy) trace: Option<&'a TraceHeaders>,
     /// Called when the request is written to a connection.
@@ -456,7 +434,6 @@ pub(super) async fn post(
         .filter(|backend| backend.handle == to)
         .ok_or(SendError::Gone)?;
     let endpoint = proxy.pool.endpoint(to, backend.spec.url.as_str())?;
-    let body = (post.body)(backend);
     let keys = proxy.backends.keys();
     let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
     let rank = registry.rank(backend);
@@ -467,7 +444,7 @@ pub(super) async fn post(
     };
     let build = || {
         (post.sent)();
-        let mut request = Request::new(body.clone());
+        let mut request = Request::new(post.body.clone());
         *request.method_mut() = Method::POST;
         *request.uri_mut() = uri.clone();
         *request.headers_mut() = toward_engine(&proxied.head.headers, endpoint.host(), &hop);

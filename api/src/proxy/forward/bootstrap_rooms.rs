@@ -174,7 +174,7 @@ async fn compute(
     let mut trace = sending.proxied.attempts(&chosen.name, "prefill");
     let headers = sending.proxied.trace_headers(trace.as_mut());
     let request = Post {
-        body: &|backend| sending.body_for(proxy, backend),
+        body: sending.body(),
         trace: headers.as_ref(),
         sent: &|| {
             prefill.sent();

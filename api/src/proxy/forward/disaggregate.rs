@@ -15,11 +15,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use bytes::{BufMut, Bytes, BytesMut};
 use http::{Response, StatusCode};
 use http_body_util::{BodyExt, Limited};
-use state::Backend;
 use tokio::time::{Instant, timeout_at};
 
 use super::attempt::{AttemptError, OutgoingRequest, PendingAttempt, Post, note, post};
 use super::blame::{refuses_router, report_status};
+use super::request_context::ProxiedRequest;
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
@@ -147,9 +147,8 @@ async fn compute(
         // A client that leaves after this point pays for the prompt.
         pending.is_sent.store(true, Relaxed);
     };
-    let body = |backend: &Backend| prefill_body(sending, sending.salts(proxy, backend));
     let request = Post {
-        body: &body,
+        body: prefill_body(sending.proxied),
         trace,
         sent: &sent,
     };
@@ -225,10 +224,8 @@ fn settle(
 
 /// Returns the body for a prefill engine: the client's, changed to generate one token and keep the
 /// blocks.
-fn prefill_body(sending: &OutgoingRequest<'_>, is_salted: bool) -> Segments {
-    let proxied = sending.proxied;
-    let salt = proxied.parsed.cache_salt.as_deref().filter(|_| is_salted);
-    one_token(proxied.head.uri.path(), &proxied.body, salt).into()
+fn prefill_body(proxied: &ProxiedRequest) -> Segments {
+    one_token(proxied.head.uri.path(), &proxied.body, proxied.salt()).into()
 }
 
 fn one_token(path: &str, body: &[u8], salt: Option<&str>) -> Bytes {

@@ -280,8 +280,7 @@ fn outgoing<'a>(
     let sending = OutgoingRequest {
         proxied,
         uri,
-        salted: salted(&proxied.parsed, proxied.identity.isolation, &body),
-        body,
+        body: salted(proxied.salt(), &proxied.parsed, body),
         transfer: None,
         bootstrap_session: None,
         first_byte_by: Instant::now(),

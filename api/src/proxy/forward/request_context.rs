@@ -77,6 +77,12 @@ pub(in crate::proxy) struct ProxiedRequest {
 }
 
 impl ProxiedRequest {
+    /// Returns the salt that isolates the user's cached blocks; `None` if the user shares them.
+    pub(in crate::proxy) fn salt(&self) -> Option<&str> {
+        self.identity.isolation?;
+        self.parsed.cache_salt.as_deref()
+    }
+
     /// Returns the trace headers for an engine: those of `attempt`, or else of the request, if
     /// traced.
     pub(in crate::proxy) fn trace_headers(

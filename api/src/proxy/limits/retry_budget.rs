@@ -8,7 +8,6 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use arc_swap::ArcSwap;
 use state::admission::RetryAllowance;
 
 /// Number of cells that models hash to. Models in the same cell share a budget.
@@ -18,7 +17,7 @@ const CELLS: u64 = 256;
 pub(in crate::proxy) struct RetryBudget {
     cells: Box<[BudgetCell]>,
     hasher: RandomState,
-    allowance: ArcSwap<RetryAllowance>,
+    allowance: RetryAllowance,
 }
 
 #[derive(Default)]
@@ -40,13 +39,8 @@ impl RetryBudget {
         Self {
             cells: (0..CELLS).map(|_| BudgetCell::default()).collect(),
             hasher: RandomState::new(),
-            allowance: ArcSwap::from_pointee(allowance),
+            allowance,
         }
-    }
-
-    /// Replaces the allowance for all later retries.
-    pub(in crate::proxy) fn replace(&self, allowance: RetryAllowance) {
-        self.allowance.store(Arc::new(allowance));
     }
 
     pub(in crate::proxy) fn begin(self: &Arc<Self>, model: &str) -> BudgetGuard {
@@ -65,8 +59,7 @@ impl BudgetGuard {
     /// Whether the request may go to another engine. If so, it counts as a retry from then on.
     pub(in crate::proxy) fn may_retry(&mut self) -> bool {
         let BudgetCell { requests, retries } = &self.budget.cells[self.at];
-        let allowance = **self.budget.allowance.load();
-        let allowed = allowance.retries_max(requests.load(Relaxed));
+        let allowed = self.budget.allowance.retries_max(requests.load(Relaxed));
         if self.is_retry {
             return u64::from(retries.load(Relaxed)) <= allowed;
         }
@@ -95,7 +88,7 @@ mod tests {
 
     #[test]
     fn retry_budget_allows_a_share_of_requests_and_a_minimum() {
-        let mut allowance = RetryAllowance {
+        let allowance = RetryAllowance {
             percent: 20,
             concurrency_min: 3,
         };
@@ -109,9 +102,11 @@ mod tests {
         let granted: Vec<_> = many.iter_mut().map(BudgetGuard::may_retry).collect();
         assert_eq!(granted.iter().filter(|may| **may).count(), 20);
         assert!(many[0].may_retry(), "its third engine");
-        allowance.percent = 10;
-        budget.replace(allowance);
-        assert!(!many[0].may_retry(), "there are twice as many as may be");
+        many.retain(|it| it.is_retry);
+        assert!(
+            !many[0].may_retry(),
+            "there are five times as many as may be"
+        );
         drop(many);
         assert!(budget.begin("m").may_retry());
     }

@@ -39,7 +39,6 @@ const UNLIKE_MAX: usize = 8;
 struct EngineBound {
     endpoint: SocketAddr,
     headers: HeaderMutation,
-    is_salted: bool,
 }
 
 impl EndpointOffer {
@@ -61,7 +60,7 @@ impl EndpointOffer {
             first: first.endpoint,
             further,
             headers: first.headers,
-            body: sending.body_for(&picker.proxy, backend),
+            body: sending.body(),
         };
         let name = &DESTINATION;
         let endpoints = HeaderValue::from_str(&offer.endpoints());
@@ -136,9 +135,7 @@ fn further(
         let backend = decided(&registry, &next);
         let bound = backend
             .and_then(|backend| EngineBound::of(picker, sending, (&registry, backend), trace));
-        let alike = bound
-            .filter(|bound| bound.headers == first.headers && bound.is_salted == first.is_salted);
-        match alike {
+        match bound.filter(|bound| bound.headers == first.headers) {
             Some(bound) => further.push((bound.endpoint, next)),
             None => unlike += 1,
         }
@@ -172,7 +169,6 @@ impl EngineBound {
         Some(Self {
             endpoint: endpoint_of(&backend.spec.url)?,
             headers: heads::mutation(from, &to),
-            is_salted: sending.salts(proxy, backend),
         })
     }
 }

@@ -72,8 +72,6 @@ pub struct ProxyMetrics {
     pub retries_refused: Counter,
     /// Requests refused because they broke two connections.
     pub suspects_refused: Counter,
-    /// Requests of isolated users sent to an engine that does not isolate their blocks.
-    pub unsalted: Counter,
     /// Responses that ended before their charge was committed, if charges are durable.
     pub charges_unconfirmed: Counter,
     /// Records of decisions that are missing in the archive.
@@ -177,11 +175,6 @@ impl ProxyMetrics {
             self.duration.0.clone(),
         );
         registry.register("retries", "Retries on another backend", retries.clone());
-        registry.register(
-            "unsalted_requests",
-            "Requests of isolated users sent to an engine that does not isolate their blocks",
-            self.unsalted.clone(),
-        );
         registry.register(
             "retries_refused",
             "Retries refused by the retry budget",

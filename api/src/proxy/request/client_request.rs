@@ -37,7 +37,7 @@ use crate::routing::{
     Decider, PermitCell, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
 };
 use crate::traces::TracedQuestion;
-use crate::users::isolation::{CacheIsolation, SaltedPath, salt};
+use crate::users::isolation::{SaltedPath, SaltedWork, salt};
 
 /// Reader of requests for the data plane and `explain`. One per replica.
 pub struct RequestReader {
@@ -145,7 +145,7 @@ impl ClientRequest {
 
     /// Whether only some of the model's backends can take the request.
     pub(in crate::proxy) fn is_selective(&self) -> bool {
-        !self.preferences.labels.is_empty() || self.identity.isolation.salted().is_some()
+        !self.preferences.labels.is_empty() || self.identity.isolation.is_some()
     }
 
     /// Returns the longest wait after which the client still gets a response that takes `service`;
@@ -351,15 +351,15 @@ impl RequestReader {
         client_request_id(headers)?.to_str().ok()
     }
 
-    /// Hashes the prompt in the user's own cache scope, if the user has one. Returns the isolation
-    /// that engines must provide.
+    /// Hashes the prompt in the user's own cache scope, if the user has one. Returns the work for
+    /// which engines must isolate it.
     async fn isolate(
         &self,
         path: &str,
         user: &UserName,
         request: &mut ParsedRequest,
         body: &mut Bytes,
-    ) -> Result<CacheIsolation, ProxyError> {
+    ) -> Result<Option<SaltedWork>, ProxyError> {
         let hashing = self.view.registry().hashing();
         let salt = {
             let users = self.view.users();
@@ -368,20 +368,20 @@ impl RequestReader {
             salt(&hashing, scope, user.as_str(), of_client)
         };
         let Some(salt) = salt else {
-            return Ok(CacheIsolation::None);
+            return Ok(None);
         };
-        let isolation = SaltedPath::of(path).isolation(self.settings.when_unsalted);
-        let isolation = isolation.ok_or(ProxyError::PathNotIsolated)?;
-        if isolation == CacheIsolation::None {
-            return Ok(isolation);
-        }
-        if request.parsed.has_cache_salt && isolation.salted().is_some() {
+        let work = match SaltedPath::of(path) {
+            SaltedPath::Taken(work) => work,
+            SaltedPath::NeedsNone => return Ok(None),
+            SaltedPath::Ignored => return Err(ProxyError::PathNotIsolated),
+        };
+        if request.parsed.has_cache_salt {
             *body = without_salt(body)?;
             // The fields are at other positions now.
             *request = self.reader.parse(path, body).await?;
         }
         self.reader.salt(request, salt);
-        Ok(isolation)
+        Ok(Some(work))
     }
 
     /// Parses a body and removes the fields that must not reach engines. Fails on refused fields.

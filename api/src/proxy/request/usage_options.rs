@@ -11,7 +11,6 @@ use serde_json::{Map, Value};
 use crate::engines::backends::pool::Segments;
 use crate::prompt::ParsedBody;
 use crate::proxy::settings::UsageRequest;
-use crate::users::isolation::CacheIsolation;
 
 /// Usage reports that the client requested. All others are removed from the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,20 +68,19 @@ pub(in crate::proxy) fn splice(
     spliced.map_or_else(untouched, |segments| (segments, wanted))
 }
 
-/// Returns the body with the salt that isolates the user's cached blocks, or `None` if the engine
-/// gets none. The client's own salt was removed earlier.
+/// Returns the body with the salt that isolates the user's cached blocks, if any. The client's own
+/// salt was removed earlier.
 pub(in crate::proxy) fn salted(
+    salt: Option<&str>,
     parsed: &ParsedBody,
-    isolation: CacheIsolation,
-    body: &Segments,
-) -> Option<Segments> {
-    let salt = parsed
-        .cache_salt
-        .as_ref()
-        .filter(|_| isolation.salted().is_some())?;
+    body: Segments,
+) -> Segments {
+    let Some(salt) = salt else {
+        return body;
+    };
     // The salt has only base64url characters.
     let member = format!("\"cache_salt\":\"{salt}\",");
-    Some(body.clone().with_inserted(parsed.insert_at, member.into()))
+    body.with_inserted(parsed.insert_at, member.into())
 }
 
 /// Inserts the option as the object's first member; `None` if `at` is not in the body.
@@ -128,7 +126,6 @@ mod tests {
     use http_body_util::{BodyExt, Collected};
 
     use super::*;
-    use crate::users::isolation::SaltedWork;
 
     const COMPLETIONS: &str = "/v1/completions";
 
@@ -188,16 +185,11 @@ mod tests {
             ),
         ] {
             let bytes = Bytes::copy_from_slice(body.as_bytes());
-            let mut parsed = crate::prompt::parse(COMPLETIONS, &bytes).unwrap();
-            parsed.cache_salt = Some("s-_".to_owned());
+            let parsed = crate::prompt::parse(COMPLETIONS, &bytes).unwrap();
             let (segments, _) = splice(UsageRequest::Final, COMPLETIONS, &parsed, &bytes);
-            assert!(salted(&parsed, CacheIsolation::None, &segments).is_none());
-            let salted = salted(
-                &parsed,
-                CacheIsolation::Required(SaltedWork::Generation),
-                &segments,
-            )
-            .unwrap();
+            let unsalted = salted(None, &parsed, segments.clone());
+            assert_eq!(unsalted.len(), segments.len());
+            let salted = salted(Some("s-_"), &parsed, segments);
             let bytes = salted.collect().now_or_never().unwrap();
             let bytes = bytes.map(Collected::to_bytes).unwrap();
             let text = String::from_utf8(bytes.to_vec()).unwrap();

@@ -25,7 +25,6 @@ use crate::net::ip_prefix::IpPrefix;
 use crate::settings::{Size, Status};
 use crate::traces::Tracer;
 use crate::users::api_keys::KeyRules;
-use crate::users::isolation::WhenUnsalted;
 
 /// Default number of requests whose decisions are kept.
 pub const DECISIONS_MAX: usize = 10_000;
@@ -59,8 +58,6 @@ pub struct ProxySettings {
     pub api_keys: Option<ApiKeys>,
     /// Rules for validating the cluster's keys.
     pub keys: KeyRules,
-    /// Treatment of requests whose prompts no engine can isolate from other users'.
-    pub when_unsalted: WhenUnsalted,
     /// Body fields that are refused or stripped.
     pub fields: FieldRules,
     /// Headers that do not reach engines.
@@ -300,13 +297,14 @@ pub struct ProxyTimeouts {
 #[derive(Debug, Clone, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RetrySettings {
-    /// Maximum number of backends a request is tried on.
+    /// Maximum number of backends a request is tried on. Of a model's requests in flight, at most a
+    /// fifth may be retries after a refusal, and three always may.
     #[schemars(range(min = 1, max = 16))]
     #[default(3)]
     pub attempts: u32,
     /// Retry budget: percentage of a model's requests in flight that may be retries after a
-    /// refusal. Three at a time are always allowed.
-    #[schemars(range(max = 100))]
+    /// refusal. The default is that of Envoy and of Linkerd.
+    #[serde(skip)]
     #[default(20)]
     pub budget_percent: u32,
     /// Statuses of a backend on which a request is retried on the next one. They must mean that it
@@ -350,7 +348,6 @@ impl ProxySettings {
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
             keys: KeyRules::default(),
-            when_unsalted: WhenUnsalted::default(),
             fields: FieldRules::default(),
             strip_headers: HeaderRules::default(),
             retry: RetrySettings::default(),

@@ -21,7 +21,6 @@ use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 use crate::routing::verdict::FilterVerdict;
 use crate::routing::{Room, RoutingRejection, RoutingRequest};
-use crate::users::isolation::CacheIsolation;
 
 /// Factor by which the estimated size of a prompt may exceed a cache's capacity.
 const ESTIMATE_MARGIN: u64 = 2;
@@ -430,17 +429,10 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
 
     /// Excludes engines that do not support salts if the user's cached blocks must be isolated.
     fn keep_isolating(&mut self) -> Result<(), RoutingRejection> {
-        let isolation = self.ask.identity.isolation;
-        let Some(work) = isolation.salted() else {
+        let Some(work) = self.ask.identity.isolation else {
             return Ok(());
         };
         let backends = &self.decider.backends;
-        let registry = &self.fleet.registry;
-        let knows = |at: &usize| backends.knows_salts(&registry.backends[*at], work);
-        let is_preferred = matches!(isolation, CacheIsolation::Preferred(_));
-        if is_preferred && !self.scratch.places.iter().any(knows) {
-            return Ok(());
-        }
         self.retain(FilterVerdict::Unsalted, |_, backend| {
             backends.knows_salts(backend, work)
         });

@@ -148,7 +148,7 @@ url = "ftp://10.0.1.1:8000"
              --> n1.toml:9:1
               |
             9 | flush_intervall = "20ms"
-              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of authentication_optional, auto_promote, bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, snapshot_every, statefulset, voters_max
+              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of authentication_optional, auto_promote, bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, snapshot_every, statefulset
 
             error: cluster.heartbeat is 50
               --> n1.toml:10:13
@@ -265,7 +265,7 @@ kv_events = "http://a:5557"
 "#,
         expect![[r#"
             5:10: routing.policy is "dlpm" (expected "cost" or "least-request" or "lmetric" or "prefix-cache" or "vllm-cache-aware" or "epp" or "chwbl" or "session" or "power-of-two" or "round-robin" or "random" or "least-kv" or "vtc-basic" or "preble-e2")
-            6:10: unknown key routing.dlpm (expected one of allow_override, allow_select, assumed_blocks, assumed_blocks_total, chwbl, cost, epp, learn, lmetric, min_index_wait, policy, preble-e2, prediction_off_permille, prefix-cache, queueing_threshold_lora, session, vllm-cache-aware, vtc-basic)
+            6:10: unknown key routing.dlpm (expected one of allow_override, chwbl, cost, epp, learn, lmetric, min_index_wait, policy, preble-e2, prefix-cache, session, vllm-cache-aware, vtc-basic)
             17:13: backends[0].kv_events is not a usable endpoint (expected tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional ?ranks=N, or auto)
         "#]],
     );
@@ -291,15 +291,15 @@ policy = "vllm_cache_aware"
     faults(
         file,
         expect![[r#"
-        5:10: routing.policy is "vtc-fair" (expected admission.order = "vtc", which is fair with any policy; "vtc-basic" is the policy)
-        6:10: unknown key routing.vllm_cache_aware (expected [routing.vllm-cache-aware])
-        7:1: unknown key routing.vllm-cache-aware.block_size (expected nothing: engines tell it; [[models]] block_size overrides it)
-        8:1: unknown key routing.vllm-cache-aware.max_blocks_per_backend (expected routing.assumed_blocks, for engines that do not tell their capacity)
-        9:1: unknown key routing.vllm-cache-aware.eviction_interval_secs (expected nothing: blocks are forgotten when there are more than the engine holds)
-        10:1: unknown key routing.vllm-cache-aware.cache_threshold (expected cache_threshold_permille, 300 for 0.3)
-        11:1: unknown key routing.vllm-cache-aware.load_factor (expected load_factor_milli, 1250 for 1.25)
-        14:10: models[0].policy is "vllm_cache_aware" (expected "vllm-cache-aware")
-    "#]],
+            5:10: routing.policy is "vtc-fair" (expected admission.order = "vtc", which is fair with any policy; "vtc-basic" is the policy)
+            6:10: unknown key routing.vllm_cache_aware (expected [routing.vllm-cache-aware])
+            7:1: unknown key routing.vllm-cache-aware.block_size (expected nothing: engines tell it; [[models]] block_size overrides it)
+            8:1: unknown key routing.vllm-cache-aware.max_blocks_per_backend (expected [[backends]] capacity_blocks, for engines that do not tell their capacity)
+            9:1: unknown key routing.vllm-cache-aware.eviction_interval_secs (expected nothing: blocks are forgotten when there are more than the engine holds)
+            10:1: unknown key routing.vllm-cache-aware.cache_threshold (expected cache_threshold_permille, 300 for 0.3)
+            11:1: unknown key routing.vllm-cache-aware.load_factor (expected load_factor_milli, 1250 for 1.25)
+            14:10: models[0].policy is "vllm_cache_aware" (expected "vllm-cache-aware")
+        "#]],
     );
 }
 

@@ -52,13 +52,13 @@ admin = "127.0.0.1:8080"
 [cluster]
 peers = ["a"]
 bootstrap_expect = 3
-[circuit]
-backoff = "soon"
+[timeouts]
+connect = "soon"
 "#,
         expect![[r#"
             5:8: listen.data is "localhost" (expected an IP address with a port, such as "127.0.0.1:8080")
             8:10: cluster.peers[0] is "a" (expected a host with a port, such as "10.0.0.1:8082")
-            11:11: circuit.backoff is "soon" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
+            11:11: timeouts.connect is "soon" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
         "#]],
     );
 }

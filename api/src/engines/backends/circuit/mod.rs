@@ -26,7 +26,6 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::command::BACKENDS_MAX;
-use state::form::{As, Span};
 use state::ids::{BackendRef, Slot, UserKey};
 use tokio::time::Instant;
 
@@ -43,11 +42,12 @@ pub struct CircuitSettings {
     /// output, a 5xx, an error within the response, or a client that left a silent backend after a
     /// long wait) that opens a backend's circuit if at least half of them failed; 0 disables it.
     /// Failures of a single user do not count while others are answered. Open circuits
-    /// exclude at most half of a model's backends at a time, at least one, never all.
+    /// exclude at most half of a model's backends at a time, at least one, never all. One allows a
+    /// trial request after 1 s, and after twice as long for each failed trial, up to 30 s.
     pub failures: u32,
     /// How long an open circuit rejects requests before a single trial request is allowed. Doubles
-    /// with each failed trial, up to 30 s.
-    #[serde(with = "As::<Span>")]
+    /// with each failed trial, so its first value hardly matters.
+    #[serde(skip)]
     pub backoff: Duration,
     /// Minimum share of failures among the recent attempts that opens a circuit, in percent.
     #[serde(skip)]

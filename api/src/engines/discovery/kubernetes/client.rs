@@ -192,8 +192,7 @@ fn in_cluster() -> Result<EngineUrl, ApiError> {
     let [host, port] = SERVER_VARIABLES.map(|name| std::env::var(name).ok());
     let (Some(host), Some(port)) = (host, port) else {
         let [host, port] = SERVER_VARIABLES;
-        let expected =
-            format!("{host} and {port} are not set, so this is not a pod: set api_server");
+        let expected = format!("{host} and {port} are not set, so this is not a pod");
         return Err(ApiError::Setup(expected));
     };
     let host = match host.contains(':') {

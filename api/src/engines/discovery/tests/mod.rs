@@ -25,7 +25,6 @@ pub(super) fn template(source: &str) -> EngineTemplate {
         models: vec!["*".to_owned()],
         labels: BTreeMap::new(),
         role: state::command::BackendRole::Both,
-        capacity_blocks: None,
         scheme: EngineScheme::Http,
         kv_events_port: None,
         kv_replay_port: None,

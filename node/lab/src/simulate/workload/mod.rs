@@ -11,7 +11,6 @@ mod tests;
 use std::sync::Arc;
 
 use api::prompt::{BlockUnit, ChainTail, PromptIdentity, ReplyShape};
-use api::users::isolation::CacheIsolation;
 use state::prefix::{BlockHasher, Scope, chain_bytes, matchable_blocks};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -148,7 +147,7 @@ impl SimPrompt {
                 tokens: sequence.prompt_tokens(),
                 matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
                 unit: BlockUnit::Characters,
-                isolation: CacheIsolation::None,
+                isolation: None,
                 tail: ChainTail {
                     bytes: text[chain.len() * block_bytes..].to_vec(),
                     block_bytes,
