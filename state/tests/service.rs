@@ -393,7 +393,7 @@ fn learned_measurements_survive_snapshots_but_not_the_engine() {
     );
     assert_ne!(driver.state.digest(), empty);
     let learnt = served(&driver);
-    assert!(learnt.learnt.unwrap().prices().is_some());
+    assert!(learnt.learnt.unwrap().trusted().is_some());
     let copy = restored(&snapshot(&driver.state));
     assert_eq!(copy.check(), Ok(()));
     assert_eq!(copy.digest(), driver.state.digest());

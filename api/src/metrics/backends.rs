@@ -210,12 +210,12 @@ const BACKEND_PRICES: [BackendPrice; 2] = [
     (
         "quorate_backend_prefill_seconds_per_token",
         "Learned time that each uncached prompt token adds to a first token",
-        |prices| prices.prefill_ns_per_token,
+        |learnt| learnt.prices.prefill_ns_per_token,
     ),
     (
         "quorate_backend_decode_seconds_per_request",
         "Learned time that each running request adds to a first token",
-        |prices| prices.decode_ns_per_request,
+        |learnt| learnt.prices.decode_ns_per_request,
     ),
 ];
 

@@ -36,10 +36,4 @@ impl ShutdownHandle {
     pub async fn aborted(&self) {
         self.abort.cancelled().await;
     }
-
-    /// Whether [`Self::abort`] was called.
-    #[must_use]
-    pub fn is_aborted(&self) -> bool {
-        self.abort.is_cancelled()
-    }
 }

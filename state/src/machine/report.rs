@@ -55,12 +55,6 @@ impl RouterState {
         self.time.now_ms
     }
 
-    /// Returns how far replicated time is ahead of the calendar, in milliseconds.
-    #[must_use]
-    pub fn time_lead_ms(&self) -> u64 {
-        self.time.ahead_of_calendar_ms()
-    }
-
     /// Returns the stamp for a command of `session` of `replica` while the replica's clock shows
     /// `clock_ms`. If the clock was set back, its time could make a session's first command look
     /// like a late one of an earlier session. In that case, returns the smallest stamp that does

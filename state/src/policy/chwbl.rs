@@ -136,12 +136,7 @@ impl Ranks for Chwbl {
         if has_room {
             Rank::first(self.key.distance(candidate.slot), Reason::Ring)
         } else {
-            Rank {
-                tier: 1,
-                score: u64::from(candidate.running),
-                then: 0,
-                reason: Reason::LeastRequests,
-            }
+            Rank::without_prefix(candidate.running.into())
         }
     }
 }

@@ -340,14 +340,15 @@ pub struct Candidate {
 /// Prices of a backend's work before a first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
 pub struct Prices {
-    /// Nanoseconds per uncached prompt token; milliseconds in JSON.
+    /// Delay of a first token per uncached prompt token, in nanoseconds; milliseconds in JSON.
     #[serde(
         rename = "prefill_ms_per_token",
         serialize_with = "crate::readable::ms_of_ns"
     )]
     #[schemars(with = "f64")]
     pub prefill_ns_per_token: u32,
-    /// Nanoseconds per running request; milliseconds in JSON.
+    /// Delay of a first token per running request, in nanoseconds: at least its share of one step;
+    /// milliseconds in JSON.
     #[serde(
         rename = "decode_ms_per_request",
         serialize_with = "crate::readable::ms_of_ns"

@@ -125,19 +125,9 @@ impl Ranks for PrefixCache<'_> {
         let is_eligible = candidate.matched >= self.blocks_min
             && self.spread.is_within(candidate.running, self.factor_milli);
         if is_eligible {
-            Rank {
-                tier: 0,
-                score: u64::from(self.request.missing_blocks(candidate.matched)),
-                then: running,
-                reason: Reason::LongestPrefix,
-            }
+            Rank::longest_prefix(self.request.missing_blocks(candidate.matched), running)
         } else {
-            Rank {
-                tier: 1,
-                score: running,
-                then: 0,
-                reason: Reason::LeastRequests,
-            }
+            Rank::without_prefix(running)
         }
     }
 }

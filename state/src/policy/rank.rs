@@ -197,6 +197,25 @@ impl Rank {
             reason,
         }
     }
+
+    /// Returns the rank of a candidate whose prefix counts: least `missing` blocks, then least
+    /// `running` requests.
+    pub(super) fn longest_prefix(missing: u32, running: u64) -> Self {
+        Self {
+            tier: 0,
+            score: missing.into(),
+            then: running,
+            reason: Reason::LongestPrefix,
+        }
+    }
+
+    /// Returns the rank of a candidate whose prefix does not count: least `running` requests.
+    pub(super) fn without_prefix(running: u64) -> Self {
+        Self {
+            tier: 1,
+            ..Self::first(running, Reason::LeastRequests)
+        }
+    }
 }
 
 /// Ranking by a score alone.

@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{MatchBy, Policy, PolicyInputs, Rank, Ranks, Touch, load_bound};
-use super::{Candidate, PolicyRequest, Reason};
+use super::{Candidate, PolicyRequest};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
@@ -108,19 +108,9 @@ impl Ranks for VllmCacheAware<'_> {
         let is_hit = u64::from(matched) * 1000
             > u64::from(self.threshold_permille) * u64::from(self.request.blocks);
         if is_hit && running <= self.load_max {
-            Rank {
-                tier: 0,
-                score: u64::from(self.request.missing_blocks(matched)),
-                then: running,
-                reason: Reason::LongestPrefix,
-            }
+            Rank::longest_prefix(self.request.missing_blocks(matched), running)
         } else {
-            Rank {
-                tier: 1,
-                score: running,
-                then: 0,
-                reason: Reason::LeastRequests,
-            }
+            Rank::without_prefix(running)
         }
     }
 }

@@ -83,37 +83,9 @@ pub(crate) struct PriceLearner {
 /// Learned prices of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct LearntPrices {
-    /// Delay of a first token per uncached prompt token, in nanoseconds; milliseconds in JSON.
-    #[serde(
-        rename = "prefill_ms_per_token",
-        serialize_with = "crate::readable::ms_of_ns"
-    )]
-    #[schemars(with = "f64")]
-    pub prefill_ns_per_token: u32,
-    /// Delay of a first token per running request, in nanoseconds: at least its share of one step;
-    /// milliseconds in JSON.
-    #[serde(
-        rename = "decode_ms_per_request",
-        serialize_with = "crate::readable::ms_of_ns"
-    )]
-    #[schemars(with = "f64")]
-    pub decode_ns_per_request: u32,
-    /// Range of `prefill_ns_per_token` according to the measurements alone, in nanoseconds;
-    /// `None` if it is unknown. Milliseconds in JSON.
-    #[serde(
-        rename = "prefill_range_ms",
-        serialize_with = "crate::readable::ms_of_ns_range"
-    )]
-    #[schemars(with = "Option<[f64; 2]>")]
-    pub prefill_range_ns: Option<(u32, u32)>,
-    /// Range of `decode_ns_per_request` according to the measurements alone, in nanoseconds;
-    /// `None` if it is unknown. Milliseconds in JSON.
-    #[serde(
-        rename = "decode_range_ms",
-        serialize_with = "crate::readable::ms_of_ns_range"
-    )]
-    #[schemars(with = "Option<[f64; 2]>")]
-    pub decode_range_ns: Option<(u32, u32)>,
+    /// Prices of the work before a first token.
+    #[serde(flatten)]
+    pub prices: Prices,
     /// Time to first token at an idle backend, without prefill, in microseconds; milliseconds in
     /// JSON.
     #[serde(
@@ -143,13 +115,8 @@ pub struct LearntPrices {
 impl LearntPrices {
     /// Returns the prices for decisions; `None` while they rest on too few first tokens.
     #[must_use]
-    pub fn prices(&self) -> Option<Prices> {
-        (self.first_tokens >= LEARNT_FIRST_TOKENS_MIN).then_some(Prices {
-            prefill_ns_per_token: self.prefill_ns_per_token,
-            decode_ns_per_request: self.decode_ns_per_request,
-            prefill_range_ns: self.prefill_range_ns,
-            decode_range_ns: self.decode_range_ns,
-        })
+    pub fn trusted(&self) -> Option<Prices> {
+        (self.first_tokens >= LEARNT_FIRST_TOKENS_MIN).then_some(self.prices)
     }
 }
 
@@ -196,10 +163,12 @@ impl PriceLearner {
             first_token.range_milli(2)
         };
         Some(LearntPrices {
-            prefill_ns_per_token: ns(first_token.coefficient_milli(1)),
-            decode_ns_per_request: decode_ns_per_request.max(gap_ns_per_request),
-            prefill_range_ns: both(ns, first_token.range_milli(1)),
-            decode_range_ns: both(per_request, decode_range),
+            prices: Prices {
+                prefill_ns_per_token: ns(first_token.coefficient_milli(1)),
+                decode_ns_per_request: decode_ns_per_request.max(gap_ns_per_request),
+                prefill_range_ns: both(ns, first_token.range_milli(1)),
+                decode_range_ns: both(per_request, decode_range),
+            },
             first_token_base_us: ns(first_token.coefficient_milli(0) / 1000),
             gap_base_us: ns(gap.coefficient_milli(0) / 1000),
             gap_ns_per_request,

@@ -108,7 +108,7 @@ impl Run {
             let candidate = |(slot, learning): (usize, &PriceLearner)| Candidate {
                 slot: Slot(slot as u16),
                 free_blocks: u32::MAX,
-                prices: learning.learnt().and_then(|learnt| learnt.prices()),
+                prices: learning.learnt().and_then(|learnt| learnt.trusted()),
                 ..Candidate::default()
             };
             let candidates: Vec<_> = self.learning.iter().enumerate().map(candidate).collect();
@@ -184,7 +184,7 @@ fn a_price_at_its_floor_attracts_no_more_than_others() {
             let at = if number < 642 { 0 } else { 1 + number % 2 };
             run.serve(at, tokens);
         }
-        let learnt = run.learning[0].learnt().and_then(|it| it.prices());
+        let learnt = run.learning[0].learnt().and_then(|it| it.trusted());
         if learnt.expect("it served enough").prefill_ns_per_token > 1_000 {
             continue;
         }
@@ -256,7 +256,7 @@ proptest! {
         let learnt = learner.learnt().unwrap();
         // The first token may cost all of it, or nothing.
         let all_ns = 1_000_000_000 / (tokens + more_tokens);
-        if let Some((least, most)) = learnt.prefill_range_ns {
+        if let Some((least, most)) = learnt.prices.prefill_range_ns {
             prop_assert!(u64::from(least) <= 1_000 + all_ns / 20, "{least} to {most}");
             prop_assert!(u64::from(most) >= all_ns.min(9_000_000) / 2, "{least} to {most} of {all_ns}");
         }
@@ -272,7 +272,7 @@ fn equal_engines_with_other_prompts_have_ranges_in_common() {
             let us = 200_000 + 20 * tokens + draws.below(20_000);
             learner.observe(&sample(1, us, tokens, 0));
         }
-        learner.learnt().unwrap().prefill_range_ns.unwrap()
+        learner.learnt().unwrap().prices.prefill_range_ns.unwrap()
     };
     let (alike, various) = (learn(990, 20), learn(16, 4_000));
     assert!(

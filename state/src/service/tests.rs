@@ -96,11 +96,11 @@ fn learned_prices_converge_to_the_engines() {
         let learnt = engine.taught(300).learnt().unwrap();
         let shown = format!("{engine:?}: {learnt:?}");
         assert!(
-            is_near(learnt.prefill_ns_per_token, engine.prefill_ns, 10),
+            is_near(learnt.prices.prefill_ns_per_token, engine.prefill_ns, 10),
             "{shown}"
         );
         assert!(
-            is_near(learnt.decode_ns_per_request, engine.decode_ns, 50),
+            is_near(learnt.prices.decode_ns_per_request, engine.decode_ns, 50),
             "{shown}"
         );
         assert!(
@@ -115,14 +115,14 @@ fn learned_prices_converge_to_the_engines() {
             range.is_some_and(|(least, most)| (least.into()..=most.into()).contains(&price))
         };
         assert!(
-            includes(learnt.prefill_range_ns, engine.prefill_ns),
+            includes(learnt.prices.prefill_range_ns, engine.prefill_ns),
             "{shown}"
         );
         assert!(
-            includes(learnt.decode_range_ns, engine.decode_ns),
+            includes(learnt.prices.decode_range_ns, engine.decode_ns),
             "{shown}"
         );
-        assert!(learnt.prices().is_some());
+        assert!(learnt.trusted().is_some());
     }
 }
 
@@ -130,7 +130,7 @@ fn learned_prices_converge_to_the_engines() {
 fn ranges_are_unknown_until_samples_scatter_and_then_narrow() {
     let range = |samples| {
         let learnt = ENGINES[0].taught(samples).learnt().unwrap();
-        learnt.prefill_range_ns
+        learnt.prices.prefill_range_ns
     };
     assert_eq!(range(15), None);
     let width = |samples| range(samples).map(|(least, most)| most - least).unwrap();
@@ -140,7 +140,7 @@ fn ranges_are_unknown_until_samples_scatter_and_then_narrow() {
 #[test]
 fn a_few_samples_distinguish_fast_and_slow_engines() {
     let [_, fast, slow] = ENGINES.map(|engine| engine.taught(4).learnt().unwrap());
-    let (fast, slow) = (fast.prices().unwrap(), slow.prices().unwrap());
+    let (fast, slow) = (fast.trusted().unwrap(), slow.trusted().unwrap());
     assert!(fast.prefill_ns_per_token * 5 < slow.prefill_ns_per_token);
 }
 
@@ -149,9 +149,9 @@ fn prices_are_unused_before_enough_first_tokens() {
     let (mut learning, mut draw) = (PriceLearner::default(), 1);
     assert_eq!(learning.learnt(), None);
     learning.observe(&ENGINES[0].sample(&mut draw, LEARNT_FIRST_TOKENS_MIN - 1));
-    assert_eq!(learning.learnt().unwrap().prices(), None);
+    assert_eq!(learning.learnt().unwrap().trusted(), None);
     learning.observe(&ENGINES[0].sample(&mut draw, 1));
-    assert!(learning.learnt().unwrap().prices().is_some());
+    assert!(learning.learnt().unwrap().trusted().is_some());
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn constant_load_is_attributed_in_proportion() {
     // 300 ms for 1000 tokens: most of it belongs to the tokens, however it is divided.
     let learnt = learning.learnt().unwrap();
     assert!(
-        (150_000..=300_000).contains(&learnt.prefill_ns_per_token),
+        (150_000..=300_000).contains(&learnt.prices.prefill_ns_per_token),
         "{learnt:?}"
     );
 }
@@ -209,7 +209,10 @@ fn cached_prompts_do_not_raise_token_prices() {
             let shown = format!("{base_us} {per_request_us}: {learnt:?}");
             // Roughly between the true price and the prior.
             let credible = 25_000..=140_000;
-            assert!(credible.contains(&learnt.prefill_ns_per_token), "{shown}");
+            assert!(
+                credible.contains(&learnt.prices.prefill_ns_per_token),
+                "{shown}"
+            );
         }
     }
 }
@@ -240,8 +243,8 @@ fn prices_resist_outliers_and_follow_lasting_changes() {
     let after = learning.learnt().unwrap();
     assert!(
         is_near(
-            after.prefill_ns_per_token,
-            before.prefill_ns_per_token.into(),
+            after.prices.prefill_ns_per_token,
+            before.prices.prefill_ns_per_token.into(),
             20
         ),
         "{after:?}"
@@ -252,7 +255,11 @@ fn prices_resist_outliers_and_follow_lasting_changes() {
     }
     let changed = learning.learnt().unwrap();
     assert!(
-        is_near(changed.prefill_ns_per_token, ENGINES[2].prefill_ns, 15),
+        is_near(
+            changed.prices.prefill_ns_per_token,
+            ENGINES[2].prefill_ns,
+            15
+        ),
         "{changed:?}"
     );
 }
@@ -324,8 +331,8 @@ proptest! {
             learning.observe(&sample);
             accuracy.observe(&sample, 200, CapacityObservation { owned: 100, capacity: Some(100) });
             if let Some(learnt) = learning.learnt() {
-                prop_assert!(learnt.prefill_ns_per_token <= 10_000_000);
-                prop_assert!(learnt.decode_ns_per_request <= 1_000_000_000);
+                prop_assert!(learnt.prices.prefill_ns_per_token <= 10_000_000);
+                prop_assert!(learnt.prices.decode_ns_per_request <= 1_000_000_000);
                 prop_assert!(learnt.first_tokens <= 1024 && learnt.gaps <= 1024);
             }
             let corrected = accuracy.corrected(1000, 1000);

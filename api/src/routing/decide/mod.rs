@@ -280,7 +280,7 @@ impl Decider {
         let service = self.view.service();
         let learnt = service
             .get(chosen.backend.slot)
-            .and_then(|it| it.learnt?.prices());
+            .and_then(|it| it.learnt?.trusted());
         let price = learnt.map(|prices| prices.prefill_ns_per_token);
         let price = price.unwrap_or(CostSettings::default().prefill_ns_per_token);
         Duration::from_micros(affinity.patience_us(tokens, price))
@@ -387,7 +387,7 @@ impl Decider {
             candidate.free_blocks =
                 capacity.map_or(u32::MAX, |capacity| capacity.saturating_sub(owned));
             if learns {
-                candidate.prices = served.and_then(|served| served.learnt?.prices());
+                candidate.prices = served.and_then(|served| served.learnt?.trusted());
             }
         }
     }

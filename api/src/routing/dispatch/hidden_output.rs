@@ -80,8 +80,8 @@ impl BackendPace {
             Some(learnt) => Self {
                 first_token: first_token(
                     learnt.first_token_base_us,
-                    learnt.prefill_ns_per_token.into(),
-                    learnt.decode_ns_per_request.into(),
+                    learnt.prices.prefill_ns_per_token.into(),
+                    learnt.prices.decode_ns_per_request.into(),
                 ),
                 gap: match learnt.gaps {
                     0 => GAP_UNKNOWN,
@@ -99,6 +99,8 @@ impl BackendPace {
 
 #[cfg(test)]
 mod tests {
+    use state::policy::Prices;
+
     use super::*;
 
     const PACE: BackendPace = BackendPace {
@@ -147,13 +149,15 @@ mod tests {
     #[test]
     fn the_pace_is_learned_at_the_given_load() {
         let learnt = LearntPrices {
-            prefill_ns_per_token: 50_000,
-            decode_ns_per_request: 2_000_000,
+            prices: Prices {
+                prefill_ns_per_token: 50_000,
+                decode_ns_per_request: 2_000_000,
+                prefill_range_ns: None,
+                decode_range_ns: None,
+            },
             first_token_base_us: 3_000,
             gap_base_us: 8_000,
             gap_ns_per_request: 500_000,
-            prefill_range_ns: None,
-            decode_range_ns: None,
             first_tokens: 100,
             gaps: 100,
         };

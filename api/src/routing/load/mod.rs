@@ -9,7 +9,6 @@
 //! starts at zero, and the earlier incarnation's numbers still return to zero.
 
 use schemars::JsonSchema;
-use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -381,16 +380,6 @@ impl LoadTable {
     pub fn peers_heard(&self, now: Instant) -> usize {
         let peers = self.peers.load();
         peers.iter().filter(|peer| is_fresh(peer, now)).count()
-    }
-
-    /// Returns the age of each peer's last report, in milliseconds, including expired reports.
-    #[must_use]
-    pub fn peer_ages_ms(&self, now: Instant) -> BTreeMap<ReplicaId, u64> {
-        let age = |peer: &Arc<PeerLoad>| {
-            let age = now.saturating_duration_since(peer.received).as_millis();
-            (peer.replica, u64::try_from(age).unwrap_or(u64::MAX))
-        };
-        self.peers.load().iter().map(age).collect()
     }
 }
 

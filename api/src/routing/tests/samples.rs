@@ -63,7 +63,7 @@ fn only_streams_teach_prices() {
     assert_eq!(learnt.first_tokens, 40);
     assert!(learnt.gaps > 0);
     let explained = bench.explain(&ask(&identity, &[]));
-    assert_eq!(explained.backends[0].prices, learnt.prices());
+    assert_eq!(explained.backends[0].prices, learnt.trusted());
     assert!(explained.backends[0].prices.is_some());
     bench.admin(Command::PutRouting(state::policy::RoutingSettings {
         learn: false,
