@@ -13,6 +13,7 @@ use super::super::read::{PromptField, is_anthropic};
 use super::anthropic;
 use super::parts::{UnclearBodyError, array, message, text_part};
 use super::sglang::{self, ChatRenderer};
+use super::{responses, vllm};
 
 /// Prompt of a body, as input for a tokenizer.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,7 +58,10 @@ pub(super) fn read(
     let surface = PromptField::of(path);
     match surface {
         PromptField::Chat if is_anthropic(path) => {
-            let messages = anthropic::messages(&mut body)?;
+            let mut messages = anthropic::messages(&mut body)?;
+            if renderer == ChatRenderer::Vllm {
+                messages.iter_mut().for_each(vllm::order_calls);
+            }
             let effort = match renderer {
                 ChatRenderer::Vllm => anthropic::effort(&body),
                 ChatRenderer::Sglang => {
@@ -68,7 +72,11 @@ pub(super) fn read(
             chat(messages, effort, body, (true, renderer))
         }
         PromptField::Chat => openai(body, (true, renderer)),
-        PromptField::Responses => responses(body, renderer),
+        PromptField::Responses => {
+            let messages = responses::messages(&mut body, renderer)?;
+            let effort = body.get("reasoning").and_then(|it| it.get("effort"));
+            chat(messages, effort.cloned(), body, (true, renderer))
+        }
         PromptField::Completions => plain(body.remove("prompt"), &body),
         PromptField::Pooling => {
             let text = ["prompt", "input", "query", "queries", "text_1", "data_1"]
@@ -126,14 +134,18 @@ fn openai(
 ) -> Result<TokenizerInput, UnclearBodyError> {
     let messages = array(body.remove("messages"))?;
     let messages = messages.into_iter().map(message);
+    let mut messages = messages.collect::<Result<Vec<Value>, _>>()?;
+    if how.1 == ChatRenderer::Vllm {
+        messages.iter_mut().for_each(vllm::order_calls);
+    }
     let effort = body.remove("reasoning_effort");
-    chat(messages.collect::<Result<_, _>>()?, effort, body, how)
+    chat(messages, effort, body, how)
 }
 
 /// Combines `messages` with the other fields of the body of a chat. `effort` is the requested
 /// reasoning effort, if any.
 fn chat(
-    messages: Vec<Value>,
+    mut messages: Vec<Value>,
     effort: Option<Value>,
     mut body: Map<String, Value>,
     (is_reply_wanted, renderer): (bool, ChatRenderer),
@@ -163,7 +175,10 @@ fn chat(
         None => Vec::new(),
     };
     let add_generation_prompt = match renderer {
-        ChatRenderer::Vllm => flag(&body, "add_generation_prompt", is_reply_wanted),
+        ChatRenderer::Vllm => {
+            messages.iter_mut().for_each(vllm::keep_known_fields);
+            flag(&body, "add_generation_prompt", is_reply_wanted)
+        }
         ChatRenderer::Sglang => {
             offered = sglang::chosen(offered, body.get("tool_choice"));
             is_reply_wanted
@@ -231,52 +246,6 @@ fn tools(tools: Value, renderer: ChatRenderer) -> Result<Vec<Value>, UnclearBody
         Ok(tool)
     };
     array(Some(tools))?.into_iter().map(tool).collect()
-}
-
-/// Reads a body of `/v1/responses`, in which calls and outputs are items. They become messages.
-fn responses(
-    mut body: Map<String, Value>,
-    renderer: ChatRenderer,
-) -> Result<TokenizerInput, UnclearBodyError> {
-    let mut messages = Vec::new();
-    match body.remove("instructions") {
-        None | Some(Value::Null) => {}
-        Some(text) => messages.push(message(json!({"role": "system", "content": text}))?),
-    }
-    match body.remove("input") {
-        Some(Value::String(text)) => messages.push(json!({"role": "user", "content": text})),
-        Some(Value::Array(items)) => {
-            for item in items {
-                match item.get("type").and_then(Value::as_str) {
-                    Some("function_call") => messages.push(json!({
-                        "role": "assistant",
-                        "tool_calls": [{
-                            "id": item.get("call_id"),
-                            "type": "function",
-                            "function": {
-                                "name": item.get("name"),
-                                "arguments": item.get("arguments"),
-                            },
-                        }],
-                    })),
-                    Some("function_call_output") => messages.push(message(json!({
-                        "role": "tool",
-                        "tool_call_id": item.get("call_id"),
-                        "content": item.get("output").cloned().unwrap_or_default(),
-                    }))?),
-                    // Templates drop the reasoning of earlier responses.
-                    Some("reasoning") => {}
-                    _ => messages.push(message(item)?),
-                }
-            }
-        }
-        _ => return Err(UnclearBodyError),
-    }
-    let effort = body
-        .get("reasoning")
-        .and_then(|it| it.get("effort"))
-        .cloned();
-    chat(messages, effort, body, (true, renderer))
 }
 
 impl Chat {

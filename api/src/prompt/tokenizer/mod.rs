@@ -12,6 +12,7 @@
 mod anthropic;
 mod cache;
 mod chat;
+mod content_format;
 mod developer;
 #[cfg(test)]
 mod effort_tests;
@@ -20,12 +21,16 @@ pub(crate) mod fuzzing;
 mod huggingface;
 mod parts;
 mod python;
+#[cfg(test)]
+mod recorded_templates;
 mod remote;
+mod responses;
 mod sampled_checks;
 mod sglang;
 mod template;
 #[cfg(test)]
 mod tests;
+mod vllm;
 mod vocabulary;
 
 use bincode::{Decode, Encode};

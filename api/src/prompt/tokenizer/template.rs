@@ -11,6 +11,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, json};
 
 use super::chat::Chat;
+use super::content_format::PartReaders;
 use super::sglang::{self, ChatRenderer};
 use super::{developer, python};
 
@@ -28,8 +29,8 @@ pub(super) struct ChatTemplate {
     environment: Environment<'static>,
     /// Values of `bos_token` and similar variables.
     special_tokens: Map<String, serde_json::Value>,
-    /// Whether the template expects contents as lists of parts.
-    has_parts: bool,
+    /// Engines that give the template contents as lists of parts.
+    part_readers: PartReaders,
     /// Whether the template handles the role `developer`.
     names_developer: bool,
     /// How a response appears in the next turn's prompt.
@@ -48,14 +49,15 @@ pub(super) enum ReplyRendering {
 }
 
 impl ChatTemplate {
-    /// Compiles the template `source` and probes how it renders contents and responses.
+    /// Compiles the template `source` and tries how it renders responses.
     pub(super) fn new(
         source: &str,
         special_tokens: Map<String, serde_json::Value>,
     ) -> Result<Self, Error> {
         let mut environment = Environment::new();
         let syntax = environment.syntax().to_builder();
-        environment.set_syntax({ syntax }.trim_blocks(true).lstrip_blocks(true).build()?);
+        let syntax = { syntax }.trim_blocks(true).lstrip_blocks(true).build()?;
+        environment.set_syntax(syntax.clone());
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.set_fuel(Some(RENDER_FUEL_MAX));
         environment.add_filter("tojson", |value: &Value, kwargs: Kwargs| {
@@ -76,15 +78,16 @@ impl ChatTemplate {
         environment.add_function("strftime_now", |format: &str| {
             python::strftime(python::today(), format)
         });
-        environment.add_template_owned(NAME, without_generation_marks(source))?;
+        let plain = without_generation_marks(source);
+        let part_readers = PartReaders::of(&plain, syntax)?;
+        environment.add_template_owned(NAME, plain)?;
         let mut template = Self {
             environment,
             special_tokens,
-            has_parts: false,
+            part_readers,
             names_developer: developer::is_named_in(source),
             replies: ReplyRendering::Changed,
         };
-        template.has_parts = template.takes_parts();
         template.replies = template.try_replies();
         Ok(template)
     }
@@ -95,7 +98,7 @@ impl ChatTemplate {
 
     /// Renders a conversation as text. Fails if the template rejects it or exceeds a bound.
     pub(super) fn render(&self, chat: &Chat) -> Result<String, Error> {
-        let mut messages = chat.for_template(self.has_parts);
+        let mut messages = chat.for_template(self.part_readers.contain(chat.renderer));
         match chat.renderer {
             ChatRenderer::Vllm if !self.names_developer => {
                 messages = developer::without(messages);
@@ -132,19 +135,6 @@ impl ChatTemplate {
             return cut_at_mark(text);
         }
         Ok(text)
-    }
-
-    /// Determines by a probe whether the template reads contents as lists of parts.
-    fn takes_parts(&self) -> bool {
-        const PROBE: &str = "quorate-probe";
-        let content = json!([{"type": "text", "text": PROBE}]);
-        let messages = vec![json!({"role": "user", "content": content})];
-        let rendered = self.render_messages(&plain_chat(Vec::new(), true), messages);
-        rendered.is_ok_and(|text| {
-            // A template that prints the list as is also prints its keys.
-            let is_shown = text.contains("'type'") || text.contains("\"type\"");
-            text.contains(PROBE) && !is_shown
-        })
     }
 
     /// Determines by trial how a response appears in the next turn.
