@@ -37,6 +37,7 @@ mod pooled_connection;
 mod probe;
 pub mod prometheus_text;
 mod segments;
+mod send_error;
 mod slot_table;
 mod standstill;
 mod url;

@@ -31,10 +31,11 @@ use tokio::time::Instant;
 use super::NAME_HOLDS_FOR;
 use super::dialer::EngineDialer;
 use super::idle_connections::IdleConnections;
-use super::informational::{INFORMATIONAL_MAX, InformationalCount};
+use super::informational::InformationalCount;
 use super::local_failure::is_local;
 use super::pooled_connection::PooledConnection;
 pub use super::segments::Segments;
+pub use super::send_error::SendError;
 use super::url::{EngineUrl, EngineUrlError};
 
 /// Maximum length of a response head, in bytes. Bodies pass through the same buffer.
@@ -94,41 +95,6 @@ pub fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
         .with_time(keep_alive)
         .with_interval(keep_alive);
     SockRef::from(stream).set_tcp_keepalive(&keep_alive)
-}
-
-/// Reason why an engine gave no response.
-#[derive(Debug, thiserror::Error)]
-pub enum SendError {
-    /// The backend's URL cannot be used.
-    #[error("backend url {0:?}: {1}")]
-    Url(String, EngineUrlError),
-    /// No connection could be established, so nothing reached the engine.
-    #[error("connect: {0}")]
-    Connect(#[source] io::Error),
-    /// The connection broke, or its content was not HTTP. The engine may have started the request.
-    #[error("exchange: {0}")]
-    Broke(#[source] hyper::Error),
-    /// The backend was removed or replaced after it was chosen.
-    #[error("backend is gone")]
-    Gone,
-    /// The connection ended without a response or an error.
-    #[error("exchange: connection ended")]
-    Ended,
-    /// The engine sent too many informational responses (1xx).
-    #[error("exchange: more than {INFORMATIONAL_MAX} informational responses")]
-    Informational,
-    /// This engine depends for its response on another engine, which failed.
-    #[error("exchange: the engine that computes the prompt failed")]
-    WithoutPrompt,
-}
-
-impl SendError {
-    /// Whether this process lacked resources for a connection, so that the engine was never
-    /// contacted.
-    #[must_use]
-    pub fn is_local(&self) -> bool {
-        matches!(self, Self::Connect(error) if is_local(error))
-    }
 }
 
 /// Pool of a replica's connections to its engines.
@@ -298,6 +264,9 @@ impl EngineEndpoint {
         let link = match (self.connect().await, unread) {
             (Ok(link), _) => link,
             // Something of the request reached the engine, so that no other one may get it.
+            (Err(SendError::Connect(error)), Some(_)) if is_local(&error) => {
+                return Err(SendError::NotRepeated(error));
+            }
             (Err(_), Some(unread)) => return Err(SendError::Broke(unread)),
             (Err(error), None) => return Err(error),
         };

@@ -49,7 +49,9 @@ impl AttemptError {
             SendError::Gone => Self::Gone,
             SendError::WithoutPrompt => Self::WithoutPrompt,
             error if error.is_local() => Self::OutOfConnections(error),
-            SendError::Url(..) | SendError::Connect(_) => Self::Unreachable(error),
+            SendError::Url(..) | SendError::Connect(_) | SendError::NotRepeated(_) => {
+                Self::Unreachable(error)
+            }
             SendError::Broke(_) | SendError::Ended | SendError::Informational if is_sent => {
                 Self::Broke(error)
             }
@@ -138,6 +140,8 @@ impl AttemptError {
     /// Whether another backend may be tried.
     pub(super) fn may_retry(&self) -> bool {
         match self {
+            // What ends an engine does not travel.
+            Self::OutOfConnections(SendError::NotRepeated(_)) => false,
             Self::Gone
             | Self::OutOfConnections(_)
             | Self::Unreachable(_)
