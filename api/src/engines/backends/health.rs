@@ -233,13 +233,6 @@ impl ProbeRecord {
         self.detail = Some(why);
     }
 
-    /// Records the kind of the engine, and returns it if it changed.
-    pub(crate) fn recognised(&mut self, kind: Option<EngineKind>) -> Option<EngineKind> {
-        let kind = kind.filter(|_| kind != self.kind)?;
-        self.kind = Some(kind);
-        Some(kind)
-    }
-
     /// Records a successful scrape.
     pub(crate) fn scraped(&mut self, metrics: EngineMetrics) {
         self.scrape_failures_in_row = 0;

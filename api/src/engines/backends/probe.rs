@@ -346,11 +346,9 @@ impl Probe {
             Ok(listed) => {
                 let models = listed.iter().map(|model| model.id.clone()).collect();
                 let owners = listed.iter().filter_map(|model| model.owned_by.as_deref());
-                // SGLang exports metrics only if enabled. Draw no other conclusion from the name.
-                let kind = EngineKind::Sglang;
-                let is_named = owners.filter_map(EngineKind::named).any(|it| it == kind);
+                let owner = owners.filter_map(EngineKind::named).next();
                 self.stay.update(|record| {
-                    record.kind = record.kind.or(is_named.then_some(kind));
+                    record.owned_by(owner);
                     record.listed(listed.into());
                 });
                 Some(models)

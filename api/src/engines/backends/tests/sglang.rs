@@ -33,3 +33,35 @@ async fn the_version_tells_whether_salts_separate() {
         assert!(!knows(SaltedWork::Pooling), "{version}");
     }
 }
+
+/// Returns a llama.cpp engine without metrics, which it exports only if enabled.
+fn llama_cpp(path: &str) -> (StatusCode, String) {
+    match path {
+        "/health" => (StatusCode::OK, String::new()),
+        "/v1/models" => (StatusCode::OK, MODELS.replace("vllm", "llamacpp")),
+        _ => (StatusCode::NOT_FOUND, String::new()),
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_replaces_another_is_known_by_its_own_name() {
+    let sglang = sglang("0.5.23");
+    let engines: [(_, Box<dyn Fn(&str) -> _ + Send + Sync>); 3] = [
+        (Some(EngineKind::Vllm), Box::new(vllm)),
+        (Some(EngineKind::Sglang), Box::new(sglang)),
+        // Its name alone tells nothing but that it is none of the others.
+        (None, Box::new(llama_cpp)),
+    ];
+    let kinds = engines.each_ref().map(|(kind, _)| *kind);
+    let running = Arc::new(AtomicUsize::new(0));
+    let now = Arc::clone(&running);
+    let engine = Engine::start(move |path| engines[now.load(Ordering::SeqCst)].1(path)).await;
+    let bench = Bench::new(quick(), engine.addr);
+    for next in [0, 1, 0, 2, 1, 2, 0] {
+        running.store(next, Ordering::SeqCst);
+        // As after a request that did not find its model, or a refused probe.
+        bench.backends.doubt_list(Slot(0));
+        let is_known = |backends: &Backends| backends.kind(Slot(0)) == kinds[next];
+        bench.until("its kind", is_known).await;
+    }
+}
