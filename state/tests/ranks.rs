@@ -106,6 +106,7 @@ fn each_rank_is_a_backend_and_follows_its_engine() {
         models: Some(vec!["m".to_owned()]),
         capacity_blocks: None,
         started_at_s: Some(5),
+        ..EngineFacts::default()
     };
     let backend = handle(&driver.state, "a");
     driver.apply(1, batch(vec![Item::ObserveEngine { backend, facts }]));

@@ -124,6 +124,7 @@ fn item(state: &RouterState, words: &[&str]) -> Item {
                 models: None,
                 capacity_blocks,
                 started_at_s,
+                ..EngineFacts::default()
             };
             Item::ObserveEngine {
                 backend: backend(state, words[1]),

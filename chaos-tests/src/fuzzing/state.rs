@@ -329,6 +329,7 @@ fn learnt(backend: BackendRef) -> Command {
                 models: Some(vec!["m".to_owned()]),
                 capacity_blocks: Some(3),
                 started_at_s: Some(9),
+                ..EngineFacts::default()
             },
         },
         Item::ObserveService(Box::new(common::service(backend, 90, 40_000))),

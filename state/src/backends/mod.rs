@@ -213,9 +213,7 @@ impl Backends {
             (None, _) | (_, None) => false,
         };
         let capacity_before = backend.spec.capacity_blocks.or(known.capacity_blocks);
-        known.models = facts.models.or(known.models.take());
-        known.capacity_blocks = facts.capacity_blocks.or(known.capacity_blocks);
-        known.started_at_s = facts.started_at_s.or(known.started_at_s);
+        known.update(facts);
         let is_resized = backend.capacity_blocks() != capacity_before;
         let mut changes = self.align_ranks(handle.slot);
         if is_restarted {

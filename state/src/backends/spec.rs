@@ -61,6 +61,10 @@ pub struct EngineFacts {
     /// Start time of the engine process, in Unix seconds. A later time than the known one means
     /// that the engine restarted: its cache is empty, and a new incarnation begins.
     pub started_at_s: Option<u64>,
+    /// Whether the engine computes the last block of every hit again, as vLLM does with speculators
+    /// that read the model's hidden states (EAGLE, MTP). Learned from the responses of an engine
+    /// that speculates.
+    pub drops_last_block: Option<bool>,
 }
 
 impl BackendSpec {
@@ -129,6 +133,20 @@ impl BackendSpec {
 }
 
 impl EngineFacts {
+    /// Replaces what `newer` knows. Keeps the rest.
+    pub fn update(&mut self, newer: Self) {
+        let Self {
+            models,
+            capacity_blocks,
+            started_at_s,
+            drops_last_block,
+        } = newer;
+        self.models = models.or(self.models.take());
+        self.capacity_blocks = capacity_blocks.or(self.capacity_blocks);
+        self.started_at_s = started_at_s.or(self.started_at_s);
+        self.drops_last_block = drops_last_block.or(self.drops_last_block);
+    }
+
     /// Whether all fields are within their bounds.
     pub(crate) fn is_valid(&self) -> bool {
         let is_list = |models: &Vec<String>| {
@@ -326,6 +344,7 @@ mod tests {
             models: Some(names(ENGINE_MODELS_MAX, 16).collect()),
             capacity_blocks: Some(u32::MAX),
             started_at_s: Some(u64::MAX),
+            drops_last_block: Some(true),
         };
         assert_eq!((longest.validate(), facts.is_valid()), (Ok(()), true));
         let bytes = encoding::to_bytes(&longest).len() + encoding::to_bytes(&facts).len();

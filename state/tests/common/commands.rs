@@ -219,15 +219,19 @@ fn observe() -> impl Strategy<Value = Item> {
         backend(),
         prop::option::of(0_u32..12),
         prop::option::of(1_u64..5),
+        any::<Option<bool>>(),
     )
-        .prop_map(|(backend, capacity_blocks, started_at_s)| {
-            let facts = EngineFacts {
-                models: None,
-                capacity_blocks,
-                started_at_s,
-            };
-            Item::ObserveEngine { backend, facts }
-        })
+        .prop_map(
+            |(backend, capacity_blocks, started_at_s, drops_last_block)| {
+                let facts = EngineFacts {
+                    models: None,
+                    capacity_blocks,
+                    started_at_s,
+                    drops_last_block,
+                };
+                Item::ObserveEngine { backend, facts }
+            },
+        )
 }
 
 fn outputs() -> impl Strategy<Value = Item> {

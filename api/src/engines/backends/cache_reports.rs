@@ -8,6 +8,10 @@
 //! responses: after correct predictions, several in a row find almost nothing cached. One user
 //! alone could send prompts that skip the cache, so it takes two users, or twice as many responses.
 //! Occasional misses mean that the prediction is too high, not that the cache was emptied.
+//!
+//! vLLM computes the last block of every hit again if its speculator reads the model's hidden states
+//! (EAGLE, MTP), in some versions, and says so nowhere. It shows in responses of which every one
+//! that is off is off by this block, while none is right.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -24,6 +28,10 @@ const COLD_OF_ONE: u32 = 8;
 /// Minimum number of preceding warm responses, and maximum number that is remembered.
 const WARM_MIN: u32 = 8;
 const WARM_MAX: u32 = 16;
+
+/// Number of responses in a row, none of them as predicted, whose hits were a block shorter (or
+/// longer) than predicted, that indicate that the engine computes the last block again (or not).
+const OFF_BY_A_BLOCK: u32 = 16;
 
 /// Form of a response: its path, and whether it is a stream. Only some forms may report cached
 /// tokens.
@@ -66,6 +74,10 @@ struct EngineReports {
     /// User who got the first of the cold responses; `None` if there are none.
     first: Option<UserKey>,
     is_of_several: bool,
+    /// Numbers of hits that were a block shorter or longer than predicted, since the last one that
+    /// was as predicted or the contrary.
+    shorter: u32,
+    longer: u32,
 }
 
 impl Default for CacheReports {
@@ -100,6 +112,35 @@ impl CacheReports {
         }
         if let Some(mut reports) = self.of(backend) {
             reports.found(user, cached.saturating_mul(COLD_PART) < predicted);
+        }
+    }
+
+    /// Records how a response compares with its prediction, in tokens, at an engine with blocks of
+    /// `block` tokens.
+    pub(super) fn compare(&self, backend: BackendRef, block: u64, predicted: u64, cached: u64) {
+        if predicted.max(cached) < 2 * block.max(1) {
+            return;
+        }
+        let Some(mut reports) = self.of(backend) else {
+            return;
+        };
+        let (shorter, longer) = match () {
+            () if predicted == cached => (0, 0),
+            () if predicted == cached + block => (reports.shorter.saturating_add(1), 0),
+            () if cached == predicted + block => (0, reports.longer.saturating_add(1)),
+            () => return,
+        };
+        (reports.shorter, reports.longer) = (shorter, longer);
+    }
+
+    /// Returns whether the engine computes the last block of hits again; `None` unless that appears
+    /// to differ from what was predicted.
+    pub(super) fn drops_last_block(&self, backend: BackendRef) -> Option<bool> {
+        let reports = self.of(backend)?;
+        match () {
+            () if reports.shorter >= OFF_BY_A_BLOCK => Some(true),
+            () if reports.longer >= OFF_BY_A_BLOCK => Some(false),
+            () => None,
         }
     }
 
@@ -193,6 +234,34 @@ mod tests {
         (0..COLD_OF_SEVERAL).for_each(|user| found(user.into(), 16));
         assert!(reports.is_emptied(life(1)));
         assert!(!reports.is_emptied(life(2)), "it has another one");
+    }
+
+    #[test]
+    fn hits_that_are_all_off_by_a_block_indicate_that_it_is_computed_again() {
+        let (reports, engine) = (CacheReports::default(), life(1));
+        let times = |count: u32, predicted: u64, cached: u64| {
+            (0..count).for_each(|_| reports.compare(engine, 16, predicted, cached));
+            reports.drops_last_block(engine)
+        };
+        assert_eq!(times(OFF_BY_A_BLOCK - 1, 64, 48), None);
+        // Evictions and hits of one block tell nothing.
+        assert_eq!(times(9, 160, 32), None);
+        assert_eq!(times(9, 16, 0), None);
+        assert_eq!(times(1, 32, 16), Some(true));
+        assert_eq!(reports.drops_last_block(life(2)), None);
+        let (reports, engine) = (CacheReports::default(), life(1));
+        let times = |count: u32, predicted: u64, cached: u64| {
+            (0..count).for_each(|_| reports.compare(engine, 16, predicted, cached));
+            reports.drops_last_block(engine)
+        };
+        // One hit as predicted, or longer, speaks against it.
+        for (predicted, cached) in [(64, 64), (48, 64)] {
+            assert_eq!(times(OFF_BY_A_BLOCK - 1, 64, 48), None);
+            assert_eq!(times(1, predicted, cached), None);
+        }
+        assert_eq!(times(OFF_BY_A_BLOCK - 2, 64, 80), None);
+        assert_eq!(times(1, 64, 80), Some(false));
+        assert_eq!(times(1, 64, 64), None);
     }
 
     #[test]

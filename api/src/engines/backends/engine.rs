@@ -53,6 +53,9 @@ pub struct EngineMetrics {
     /// Whether the engine has given up its memory until it is woken up.
     #[serde(skip)]
     pub is_asleep: Option<bool>,
+    /// Whether the engine guesses tokens ahead, in whatever way.
+    #[serde(skip)]
+    pub(super) is_speculating: bool,
     /// Figures that change while the engine computes; `None` without a count of its tokens.
     #[serde(skip)]
     pub(super) activity: Option<EngineActivity>,
@@ -157,6 +160,7 @@ impl EngineMetrics {
             {
                 self.is_asleep = Some(value == 0.0 || self.is_asleep == Some(true));
             }
+            "vllm:spec_decode_num_drafts_total" => self.is_speculating = true,
             "process_start_time_seconds" => self.started_at_s = whole(value),
             _ => {}
         }
@@ -389,9 +393,13 @@ mod tests {
             adapters: None,
             ranks: Some(1),
             is_asleep: Some(false),
+            is_speculating: false,
             activity: None,
         };
         assert_eq!(figures(page), expected);
+        let drafts = "vllm:spec_decode_num_drafts_total{engine=\"0\"} 0.0\n";
+        let speculating = [page.as_slice(), drafts.as_bytes()].concat();
+        assert!(figures(&speculating).is_speculating);
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub(crate) struct EngineReading {
     pub(crate) prompt_tokens: Option<u64>,
     /// Tokens per block of the engine's cache.
     pub(crate) block_size: Option<u32>,
+    /// Whether a vLLM engine speculates; `None` for other engines.
+    pub(crate) speculates: Option<bool>,
     /// Number of probes that were refused a connection since this replica has known the engine.
     pub(crate) refusals: u64,
 }
@@ -80,6 +82,9 @@ pub(crate) struct ProbeRound {
     pub(crate) now: Instant,
     /// Whether responses show that the engine's cache was emptied.
     pub(crate) is_emptied: bool,
+    /// Whether the engine computes the last block of hits again, if responses show that this
+    /// differs from the predictions.
+    pub(crate) drops_last_block: Option<bool>,
 }
 
 /// A replica's memory of one backend between rounds of probes.
@@ -116,6 +121,7 @@ impl FactsMemory {
             models: saw.models.clone(),
             capacity_blocks: None,
             started_at_s,
+            drops_last_block: new_drop(known, saw, round),
         };
         if started_at_s.is_some() && known.facts.started_at_s.is_some() {
             // A new incarnation has no facts yet, so report everything.
@@ -220,6 +226,15 @@ impl FactsMemory {
     }
 }
 
+/// Returns whether the engine computes the last block of hits again, if this is news.
+fn new_drop(known: &Backend, saw: &EngineReading, round: &ProbeRound) -> Option<bool> {
+    let now = match saw.speculates? {
+        true => round.drops_last_block?,
+        false => false,
+    };
+    (known.facts.drops_last_block.unwrap_or(false) != now).then_some(now)
+}
+
 /// Converts `cache_tokens` into router blocks, rounded up: overestimating a capacity is better than
 /// underestimating it. Returns `None` if the tokens, or the tokens per block, are unknown.
 fn blocks(cache_tokens: Option<u64>, round: &ProbeRound) -> Option<u32> {
@@ -269,6 +284,7 @@ mod tests {
             unix_s: 1_000_000,
             now,
             is_emptied: false,
+            drops_last_block: None,
         }
     }
 
@@ -279,6 +295,7 @@ mod tests {
             started_at_s: Some(500),
             prompt_tokens: Some(10),
             block_size: Some(16),
+            speculates: Some(false),
             refusals: 0,
         }
     }
@@ -288,6 +305,7 @@ mod tests {
             models: Some(vec!["m".into()]),
             capacity_blocks: Some(100),
             started_at_s: Some(500),
+            ..EngineFacts::default()
         }
     }
 
@@ -476,6 +494,49 @@ mod tests {
         let later = now + REPEAT_AFTER;
         assert_eq!(memory.new_block_size(None, Some(16), later), Some(16));
         assert_eq!(memory.new_block_size(Some(16), Some(16), later), None);
+    }
+
+    #[test]
+    fn only_an_engine_that_speculates_drops_the_last_block() {
+        let knows = |drops_last_block| {
+            backend(EngineFacts {
+                drops_last_block,
+                ..told()
+            })
+        };
+        let news = |known, speculates, shown| {
+            let saw = EngineReading {
+                speculates,
+                ..saw()
+            };
+            let round = ProbeRound {
+                drops_last_block: shown,
+                ..round(Instant::now())
+            };
+            let facts = FactsMemory::default().news(&knows(known), &saw, &round);
+            facts.and_then(|facts| facts.drops_last_block)
+        };
+        let (yes, no) = (Some(true), Some(false));
+        assert_eq!(news(None, yes, yes), yes);
+        assert_eq!(news(no, yes, yes), yes);
+        assert_eq!(news(yes, yes, no), no);
+        // It runs without a speculator now.
+        assert_eq!(news(yes, no, None), no);
+        for (known, speculates, shown) in [
+            (None, no, yes),
+            (None, None, yes),
+            (None, yes, None),
+            (None, yes, no),
+            (yes, yes, None),
+            (yes, yes, yes),
+            (yes, None, no),
+        ] {
+            assert_eq!(
+                news(known, speculates, shown),
+                None,
+                "{known:?} {speculates:?} {shown:?}"
+            );
+        }
     }
 
     #[test]

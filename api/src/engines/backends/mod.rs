@@ -528,6 +528,14 @@ impl Backends {
         cached: u64,
     ) {
         self.cache_reports.found(backend, user, predicted, cached);
+        let block = self
+            .board
+            .read(backend.slot, |record| record.metrics.block_size);
+        if let Some(block) = block.flatten() {
+            let block = u64::from(block);
+            self.cache_reports
+                .compare(backend, block, predicted, cached);
+        }
     }
 
     fn announce_circuit(&self, id: String, is_open: bool) {

@@ -199,6 +199,8 @@ impl Probe {
                 started_at_s: metrics.started_at_s,
                 prompt_tokens: metrics.prompt_tokens,
                 block_size: metrics.block_size,
+                speculates: (metrics.kind == Some(EngineKind::Vllm))
+                    .then_some(metrics.is_speculating),
                 refusals: 0,
             };
             let signs = self.signs(saw.started_at_s.or(process.started_at_s));
@@ -405,6 +407,7 @@ impl Probe {
             unix_s: self.hooks.clock.unix_ms() / 1000,
             now: Instant::now(),
             is_emptied: self.backends.cache_reports.is_emptied(known.handle),
+            drops_last_block: self.backends.cache_reports.drops_last_block(known.handle),
         };
         // The first rank reports the facts of the engine.
         let is_told = !known.is_further_rank();

@@ -83,9 +83,10 @@ pub struct ExplainedBackend {
     pub verdict: FilterVerdict,
     /// Leading blocks that it holds according to the log, whether or not it may take the request.
     pub matched_applied: u32,
-    /// Leading blocks that it is expected to hold: `matched_applied`, extended by this replica's
-    /// overlay. For candidates, this is the number that the policy uses, without the blocks that
-    /// requests in flight will evict.
+    /// Leading blocks that it is expected to find: `matched_applied`, extended by this replica's
+    /// overlay, without the last block if its engine computes that again (`drops_last_block`). For
+    /// candidates, this is the number that the policy uses, without the blocks that requests in
+    /// flight will evict.
     pub matched: u32,
     /// Load from this replica.
     pub here: Load,
@@ -173,6 +174,9 @@ impl Decider {
         let (config, policy_source) = policy_of(&fleet, ask);
         let needs = config.needs();
         self.show_matches(matchable(ask), &mut backends);
+        for (at, shown) in backends.iter_mut().enumerate() {
+            fleet.leave_out_dropped(at, ask, &mut shown.matched);
+        }
         self.match_blocks(&fleet, ask, needs.match_by, &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
         let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));

@@ -302,7 +302,8 @@ impl Decider {
     }
 
     /// Matches the prompt against the applied state. Extends the matches with blocks that this
-    /// replica has routed and not applied yet, and subtracts blocks about to be evicted.
+    /// replica has routed and not applied yet, and subtracts blocks about to be evicted and those
+    /// that engines compute again.
     pub(super) fn match_blocks(
         &self,
         fleet: &RoutingTable,
@@ -312,6 +313,9 @@ impl Decider {
     ) {
         self.match_applied(matchable(ask), match_by, scratch);
         self.match_overlay(fleet, matchable(ask), scratch);
+        for (candidate, at) in scratch.candidates.iter_mut().zip(&scratch.places) {
+            fleet.leave_out_dropped(*at, ask, &mut candidate.matched);
+        }
     }
 
     /// Matches the prompt's `chain` against the applied state.

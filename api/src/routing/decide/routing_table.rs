@@ -34,6 +34,9 @@ pub(in crate::routing) struct RoutingTable {
     meters: Vec<Arc<BackendMeter>>,
     /// Endpoint of each backend to which a gateway can send requests; `None` if it has none.
     endpoints: Vec<Option<SocketAddr>>,
+    /// Tokens at the end of each hit that the engine computes again, by registry index; empty if
+    /// none does.
+    dropped_tokens: Vec<u32>,
     /// Whether any backend computes prompts for others.
     has_prefill: bool,
     /// Capacity of the smallest known cache, in blocks; `None` if none is known.
@@ -67,7 +70,16 @@ impl RoutingTable {
                 .map(|backend| backend.spec.id.as_str())
         };
         let models = registry.routing.models.iter();
+        let drops = |backend: &Backend| backend.facts.drops_last_block == Some(true);
+        let dropped = |backend: &Backend| {
+            let size = registry.block_sizes.of_engine(backend.handle.slot);
+            size.filter(|_| drops(backend)).unwrap_or(0)
+        };
         Self {
+            dropped_tokens: match registry.backends.iter().any(drops) {
+                true => registry.backends.iter().map(dropped).collect(),
+                false => Vec::new(),
+            },
             live: Arc::new(registry.policy.clone()),
             of_models: models
                 .map(|(model, policy)| (model.clone(), Arc::new(policy.clone())))
@@ -88,6 +100,21 @@ impl RoutingTable {
             serving: ArcSwap::default(),
             registry,
         }
+    }
+
+    /// Subtracts the blocks that the engine at `at` computes again from the blocks of the prompt
+    /// that it holds.
+    pub(super) fn leave_out_dropped(&self, at: usize, ask: &RoutingRequest<'_>, matched: &mut u32) {
+        let dropped = self.dropped_tokens.get(at).copied().unwrap_or(0);
+        let tail = &ask.identity.tail;
+        let per_block = tail.tokens_per_block.max(1);
+        let blocks = match tail.block_bytes {
+            0 if dropped.is_multiple_of(per_block) => dropped / per_block,
+            // A part of a block shortens only some hits by a whole one.
+            0 => 0,
+            _ => dropped.saturating_add(per_block / 2) / per_block,
+        };
+        *matched = matched.saturating_sub(blocks);
     }
 
     /// Calls `read` with the backends that serve `model`, in registry order.

@@ -374,10 +374,7 @@ impl Outbox {
 
     /// Queues the facts that an engine reported. Fields that are present replace earlier ones.
     pub(super) fn observe(&mut self, backend: BackendRef, facts: EngineFacts) {
-        let noted = self.facts.entry(backend).or_default();
-        noted.models = facts.models.or(noted.models.take());
-        noted.capacity_blocks = facts.capacity_blocks.or(noted.capacity_blocks);
-        noted.started_at_s = facts.started_at_s.or(noted.started_at_s);
+        self.facts.entry(backend).or_default().update(facts);
     }
 
     /// Queues an independent item behind earlier notes. Drops it and returns `false` if the notes

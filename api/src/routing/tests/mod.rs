@@ -3,6 +3,7 @@
 mod adapters;
 mod answers;
 mod asked;
+mod dropped;
 mod filters;
 mod pairs;
 mod panic;
@@ -292,13 +293,11 @@ fn a_star_model_means_the_models_the_engine_lists() {
     assert!(bench.decide(&identity, &[]).is_ok(), "it was not asked yet");
     let handle = bench.port.log.lock().unwrap().handle(0);
     let models = Some(vec!["n".to_owned()]);
-    bench.router.outbox().observe(
-        handle,
-        EngineFacts {
-            models,
-            ..EngineFacts::default()
-        },
-    );
+    let facts = EngineFacts {
+        models,
+        ..EngineFacts::default()
+    };
+    bench.router.outbox().observe(handle, facts);
     bench.flush();
     assert_eq!(
         bench.decide(&identity, &[]).unwrap_err(),

@@ -139,6 +139,7 @@ impl ModelRegistry {
         }
         facts.capacity_blocks = said.capacity_blocks.or(facts.capacity_blocks);
         facts.started_at_s = said.started_at_s.or(facts.started_at_s);
+        facts.drops_last_block = said.drops_last_block.or(facts.drops_last_block);
         let name = name.clone();
         let change = match is_restarted {
             true => SlotChange::None,

@@ -50,6 +50,7 @@ pub(super) async fn watch(handles: ReplicaHandles) {
                     models: None,
                     capacity_blocks: Some(CAPACITY_BLOCKS),
                     started_at_s: Some(started_at_s),
+                    ..EngineFacts::default()
                 };
                 handles.router.outbox().observe(backend.handle, facts);
             }

@@ -191,6 +191,7 @@ fn facts() -> EngineFacts {
         models: Some(vec!["m".to_owned()]),
         capacity_blocks: Some(100),
         started_at_s: None,
+        drops_last_block: Some(true),
     }
 }
 
@@ -359,7 +360,7 @@ fn items_encode_to_golden_bytes() {
         03efbe00000000000005616c696365
         ecedfe000000000000ac02460102
         040000000000000000
-        0501010101016d016400
+        0501010101016d01640000
         1fcdab000000000000a846d00f
         2701028002
         2f0302280301ac02

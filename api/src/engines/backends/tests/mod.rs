@@ -43,20 +43,27 @@ impl Cluster {
 
     fn apply(&mut self, command: Command) {
         self.seq += 1;
+        let lane = match command {
+            Command::Batch { .. } => Lane::Outbox,
+            _ => Lane::Admin,
+        };
         let reply = self.state.apply(
             LogIndex(self.seq),
             Envelope {
                 origin: Origin {
                     replica: ReplicaId(1),
                     session: SessionId(1),
-                    lane: Lane::Admin,
+                    lane,
                     seq: self.seq,
                 },
                 proposed_at_ms: self.seq,
                 command,
             },
         );
-        assert_eq!(reply, Reply::Applied);
+        assert!(
+            matches!(reply, Reply::Applied | Reply::Batch(_)),
+            "{reply:?}"
+        );
     }
 
     fn put(&mut self, id: &str, addr: SocketAddr) {
@@ -236,6 +243,7 @@ async fn a_vllm_engine_becomes_healthy_and_is_described() {
             models: Some(vec!["m".to_owned()]),
             capacity_blocks: Some(27_520 / 2),
             started_at_s: Some(1_763_630_102),
+            ..EngineFacts::default()
         }
     );
 }

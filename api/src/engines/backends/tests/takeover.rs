@@ -1,6 +1,9 @@
 //! The list of models as a part of health: engines that refuse it, that come back as another one, or
 //! that are registered under a client's base URL.
 
+use state::command::Item;
+use state::ids::{AttemptId, UserKey};
+
 use super::*;
 
 /// Starts an engine whose models are behind a key while the switch is on.
@@ -143,4 +146,51 @@ fn an_engine_that_refuses_credentials_is_unhealthy() {
         1,
         "it had failed"
     );
+}
+
+/// Waits until the cluster was told what the engine does with the last block of hits.
+async fn told_drop(bench: &mut Bench) -> bool {
+    let telling = async {
+        loop {
+            let (backend, facts) = bench.told.recv().await.unwrap();
+            let drops = facts.drops_last_block;
+            bench.cluster.apply(Command::Batch {
+                base_attempt: AttemptId(0),
+                items: vec![Item::ObserveEngine { backend, facts }],
+            });
+            if let Some(drops) = drops {
+                return drops;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, telling).await.unwrap()
+}
+
+#[tokio::test]
+async fn an_engine_is_told_to_drop_blocks_while_it_speculates_and_its_hits_are_shorter() {
+    let speculates = Arc::new(AtomicBool::new(true));
+    let switch = Arc::clone(&speculates);
+    let engine = Engine::start(move |path| match path {
+        "/metrics" if switch.load(Ordering::SeqCst) => (
+            StatusCode::OK,
+            format!("{PAGE}vllm:spec_decode_num_drafts_total 5\n"),
+        ),
+        path => vllm(path),
+    })
+    .await;
+    let mut bench = Bench::new(quick(), engine.addr);
+    bench.until_healthy(true).await;
+    let has_page = |backends: &Backends| {
+        let record = backends.record(Slot(0)).unwrap_or_default();
+        record.metrics.block_size == Some(16)
+    };
+    bench.until("a metrics page", has_page).await;
+    let backend = bench.cluster.state.view().registry().backends[0].handle;
+    for _ in 0..16 {
+        bench.backends.found_cached(backend, UserKey(1), 512, 496);
+    }
+    assert!(told_drop(&mut bench).await);
+    // Started again at the same address without a speculator.
+    speculates.store(false, Ordering::SeqCst);
+    assert!(!told_drop(&mut bench).await);
 }
