@@ -43,10 +43,12 @@ fn llama_cpp(path: &str) -> (StatusCode, String) {
     }
 }
 
+type EngineAnswers = Box<dyn Fn(&str) -> (StatusCode, String) + Send + Sync>;
+
 #[tokio::test]
 async fn an_engine_that_replaces_another_is_known_by_its_own_name() {
     let sglang = sglang("0.5.23");
-    let engines: [(_, Box<dyn Fn(&str) -> _ + Send + Sync>); 3] = [
+    let engines: [(_, EngineAnswers); 3] = [
         (Some(EngineKind::Vllm), Box::new(vllm)),
         (Some(EngineKind::Sglang), Box::new(sglang)),
         // Its name alone tells nothing but that it is none of the others.
