@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use state::Backend;
 use state::command::EngineFacts;
-use state::ids::{BackendRef, BlockHash, LogIndex};
+use state::ids::{BackendRef, LogIndex};
 use state::policy::{self, Candidate, PolicyConfig, Prices, Reason, Score, WholeReason};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::Decider;
 use super::decision_record::{ExplainedRequest, PrefillView};
 use super::pairing::WholeDecision;
-use super::routing_table::{DecisionScratch, PolicySource, matchable, policy_of};
+use super::routing_table::{DecisionScratch, PolicySource, RoutingTable, matchable, policy_of};
 use crate::engines::backends::CircuitView;
 use crate::routing::verdict::FilterVerdict;
 use crate::routing::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
@@ -173,10 +173,7 @@ impl Decider {
         }
         let (config, policy_source) = policy_of(&fleet, ask);
         let needs = config.needs();
-        self.show_matches(matchable(ask), &mut backends);
-        for (at, shown) in backends.iter_mut().enumerate() {
-            fleet.leave_out_dropped(at, ask, &mut shown.matched);
-        }
+        self.show_matches(&fleet, ask, &mut backends);
         self.match_blocks(&fleet, ask, needs.match_by, &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
         let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
@@ -229,8 +226,15 @@ impl Decider {
         }
     }
 
-    /// Fills in how many leading blocks of `chain` each backend holds, including excluded backends.
-    fn show_matches(&self, chain: &[BlockHash], backends: &mut [ExplainedBackend]) {
+    /// Fills in how many leading blocks of the prompt each backend holds, and how many its engine
+    /// will find, including excluded backends.
+    fn show_matches(
+        &self,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
+        backends: &mut [ExplainedBackend],
+    ) {
+        let chain = matchable(ask);
         self.view.blocks.match_prefix(chain, |slot, matched| {
             let at = backends.partition_point(|it| it.backend.slot < slot);
             if let Some(shown) = backends.get_mut(at).filter(|it| it.backend.slot == slot) {
@@ -239,6 +243,9 @@ impl Decider {
         });
         let matches = backends.iter_mut().map(|it| (it.backend, &mut it.matched));
         self.overlay.extend(chain, matches);
+        for (at, shown) in backends.iter_mut().enumerate() {
+            fleet.leave_out_dropped(at, ask, &mut shown.matched);
+        }
     }
 
     /// Returns the data about a backend that does not depend on the decision.
