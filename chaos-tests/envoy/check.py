@@ -7,6 +7,8 @@ something did not.
 import sys
 import tempfile
 
+import deaths
+import replies
 import table
 from http1 import Spy
 from stand import Failed, Stand, free_ports
@@ -14,6 +16,7 @@ from stand import Failed, Stand, free_ports
 SETTINGS = """
 picker.endpoints = 1
 users.expose = "full"
+drain.dns_ttl = "2s"
 # Unhurried, as a busy machine runs all of this.
 cluster.heartbeat = "200ms"
 cluster.election_timeout = "1s..2s"
@@ -44,16 +47,31 @@ def limit(stand, user):
     stand.admin(1, f"/admin/v1/users/{user}", {"limits": {"requests": 1, "window": "1h"}})
 
 
+PARTS = {
+    "table": table.run,
+    "filters": replies.before,
+    "circuits": replies.instead,
+    "pickers": deaths.pickers,
+    "data-ports": deaths.ports,
+}
+
+
 def main():
     binary, envoy, *parts = sys.argv[1:]
+    failed = []
     with tempfile.TemporaryDirectory(prefix="quorate-gateway-") as folder:
         stand, spies = started(binary, envoy, folder)
         try:
-            table.run(stand, spies)
-        except Failed as failed:
-            sys.exit(str(failed))
+            for name in parts or PARTS:
+                try:
+                    PARTS[name](stand, spies)
+                except Failed as why:
+                    failed.append(name)
+                    print(f"{name}: {why}", file=sys.stderr)
         finally:
             stand.stop()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 main()

@@ -32,6 +32,7 @@ def check(is_so, what):
 
 def metric(page, name, **labels):
     """The sum of the series of a page that have these labels."""
+    check(f"# TYPE {name} " in page, f"there is no metric {name}")
     total = 0
     for line in page.splitlines():
         told = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
@@ -85,7 +86,7 @@ class Stand(Cluster):
 
     def wait_quiet(self):
         """Waits until no replica has a request, not even of a client that left."""
-        for name in ["quorate_picker_streams", "quorate_proxy_in_flight"]:
+        for name in ["quorate_picker_streams", "quorate_proxy_in_flight_requests"]:
             self.until(f"{name} is 0", lambda name=name: self.metric_of_all(name) == 0)
 
     def moved(self, node):
@@ -109,16 +110,21 @@ class Stand(Cluster):
         config["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"] = port
         return self.moved(config), port
 
-    def start_envoy(self, name, config, port):
+    def start_envoy(self, name, config):
         """Starts an Envoy and returns once it listens."""
         path = pathlib.Path(self.folder, f"{name}.json")
         (admin,) = free_ports(1)
         config["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}}
         path.write_text(json.dumps(config))
         words = [self.envoy, "--config-path", path, "--concurrency", 2, "--log-level", "warning", "--disable-hot-restart"]
-        self.start(name, *map(str, words))
-        self.until(f"{name} is ready", lambda: get(f"http://127.0.0.1:{admin}/ready"))
-        return port
+        process = self.start(name, *map(str, words))
+
+        def is_ready():
+            if process.poll() is not None:
+                sys.exit(f"{name} ended:\n{path.with_suffix('.log').read_text()[-3000:]}")
+            return get(f"http://127.0.0.1:{admin}/ready")
+
+        self.until(f"{name} is ready", is_ready)
 
 
 def manager(listener):

@@ -151,7 +151,7 @@ MODES = {
 DEADLOCKS = {("a body with trailers", mode) for mode in MODES if "early" in mode}
 
 
-def listed_engines(addresses):
+def listed_engines(spies):
     """A cluster that knows its engines, and takes the one that the picker names."""
     key = {"key": "envoy.lb", "path": [{"key": KEY}]}
     served = {"key": "envoy.lb", "path": [{"key": f"{KEY}-served"}]}
@@ -164,8 +164,8 @@ def listed_engines(addresses):
         "fallback_policy": {"policies": [{"typed_extension_config": fallback}]},
     }
     endpoints = [
-        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
-        for host, port in (address.split(":") for address in addresses)
+        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": spy.server.server_port}}}}
+        for spy in spies
     ]
     return {
         "name": "listed",
@@ -178,7 +178,7 @@ def listed_engines(addresses):
 def envoy_of_modes(stand, spies):
     """Starts an Envoy with a listener for each mode; their addresses."""
     config, _ = stand.example(GATEWAY)
-    config["static_resources"]["clusters"].append(listed_engines(f"127.0.0.1:{port}" for port in spies))
+    config["static_resources"]["clusters"].append(listed_engines(spies))
     addresses = {}
     for mode, (changes, cluster) in MODES.items():
         listener, port = another(config, mode)
@@ -192,7 +192,7 @@ def envoy_of_modes(stand, spies):
             for route in host["routes"]:
                 route["route"]["cluster"] = cluster
         addresses[mode] = f"127.0.0.1:{port}"
-    stand.start_envoy("envoy-of-modes", config, 0)
+    stand.start_envoy("envoy-of-modes", config)
     return addresses
 
 
@@ -227,7 +227,7 @@ class Seen:
 
 def run(stand, spies):
     """Sends the table through all modes, and raises with all differences."""
-    addresses = envoy_of_modes(stand, [spy.server.server_port for spy in spies])
+    addresses = envoy_of_modes(stand, spies)
     wrong, equal = {}, 0
     for name, request in REQUESTS.items():
         expected = Seen(spies, stand.replicas[0][0], request, "data-port").compared()
