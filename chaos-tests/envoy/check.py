@@ -9,6 +9,7 @@ import tempfile
 
 import deaths
 import replies
+import shared
 import table
 from http1 import Spy
 from stand import Failed, Stand, free_ports
@@ -51,6 +52,7 @@ PARTS = {
     "table": table.run,
     "filters": replies.before,
     "circuits": replies.instead,
+    "shared": shared.run,
     "pickers": deaths.pickers,
     "data-ports": deaths.ports,
 }

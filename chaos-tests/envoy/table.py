@@ -9,7 +9,7 @@ from stand import EXTENSIONS, GATEWAY, another, check, ext_proc, manager
 
 KEY = "x-gateway-destination-endpoint"
 
-# Headers of answers that only one way has, or whose values differ by the moment or the replica.
+# Headers of answers that only one way has.
 UNCOMPARED = {
     "server": "of Envoy",
     "x-envoy-upstream-service-time": "of Envoy",
@@ -17,14 +17,17 @@ UNCOMPARED = {
     "connection": "of one hop",
     "transfer-encoding": "of one hop",
     "content-length": "of one hop: an answer may be sent in chunks",
-    "date": "of the moment",
-    "x-quorate-replica": "of the replica",
-    "x-quorate-index": "of the moment",
-    "x-quorate-prefix": "of the moment: the first way leaves the prompt cached",
-    "x-ratelimit-remaining-requests": "of the moment",
-    "x-ratelimit-reset-requests": "of the moment",
-    "retry-after": "of the moment",
 }
+# Headers of answers whose values are of the moment or the replica.
+MOMENTARY = [
+    "date",
+    "retry-after",
+    "x-quorate-index",
+    "x-quorate-prefix",  # The first way leaves the prompt cached.
+    "x-quorate-replica",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+]
 # Headers that engines see from a gateway only, or with other values.
 UNCOMPARED_AT_ENGINES = {
     "host": "the data port puts the engine's",
@@ -212,7 +215,8 @@ class Seen:
     def compared(self):
         """What must be equal in all ways."""
         def of_any(headers, uncompared):
-            return sorted((name, value.replace(self.way, "WAY")) for name, value in headers.items() if name not in uncompared)
+            told = [(name, value.replace(self.way, "WAY")) for name, value in headers.items() if name not in uncompared]
+            return sorted((name, "*" if name in MOMENTARY else value) for name, value in told)
 
         seen = [(method, path, of_any(headers, UNCOMPARED_AT_ENGINES), body) for method, path, headers, body in self.seen]
         body = self.answer.body.replace(self.way.encode(), b"WAY")
