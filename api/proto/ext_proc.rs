@@ -3,6 +3,11 @@
 pub struct ProcessingRequest {
     #[prost(message, optional, tag = "8")]
     pub metadata_context: ::core::option::Option<Metadata>,
+    #[prost(btree_map = "string, message", tag = "9")]
+    pub attributes: ::prost::alloc::collections::BTreeMap<
+        ::prost::alloc::string::String,
+        ::prost_types::Struct,
+    >,
     #[prost(bool, tag = "10")]
     pub observability_mode: bool,
     #[prost(message, optional, tag = "11")]

@@ -35,6 +35,7 @@ mod picker;
 mod picker_modes;
 mod picker_offers;
 mod picker_orders;
+mod picker_own_replies;
 mod picker_silence;
 mod picker_traces;
 mod picking;

@@ -93,10 +93,15 @@ async fn a_disconnected_client_is_charged_the_engines_count() {
 async fn a_request_cancelled_before_dispatch_costs_nothing() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
-    let talk = picking.ask("{\"model\"", 1000, plain()).await;
-    drop(talk);
-    let talk = picking.open().await;
-    drop(talk);
+    for body in [Some("{\"model\""), None] {
+        let talk = picking.open();
+        if let Some(body) = body {
+            talk.ask(body, 1000, plain()).await;
+        }
+        eventually("it is open", || picking.metrics.streams.get() == 1).await;
+        drop(talk);
+        eventually("it is over", || picking.metrics.streams.get() == 0).await;
+    }
     eventually("both have left", || {
         picking.metrics.requests(PickedOutcome::Left)
             + picking.metrics.requests(PickedOutcome::Answered)
@@ -146,7 +151,7 @@ async fn local_answers_and_refusals_are_sent_by_the_gateway() {
         ("POST", "/sleep", 404),
         ("GET", "/v1/responses/resp_1", 501),
     ] {
-        let mut talk = picking.open().await;
+        let mut talk = picking.open();
         talk.say(ProcessingMessage::RequestHeaders(head_of(
             method, path, true,
         )))
@@ -168,7 +173,7 @@ async fn buffered_bodies_are_answered_after_the_head() {
     let (fleet, picking) = start(&engines).await;
     let buffered = BodySendMode::Buffered;
     for requests in [buffered, BodySendMode::Streamed] {
-        let mut talk = picking.open().await;
+        let mut talk = picking.open();
         talk.say_with(head(), modes(requests, buffered, false))
             .await;
         let passes = talk.next().await;
@@ -239,7 +244,7 @@ async fn the_second_endpoint_is_charged_if_the_gateway_used_it() {
 async fn trailers_pass_in_both_directions() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
-    let mut talk = picking.open().await;
+    let mut talk = picking.open();
     talk.say(head()).await;
     talk.say(upload(CHAT, false)).await;
     talk.say(ProcessingMessage::RequestTrailers(HttpTrailers::default()))
@@ -296,7 +301,7 @@ async fn messages_out_of_order_end_the_stream_with_an_error() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let piece = || reply("x", false);
-    let mut talk = picking.open().await;
+    let mut talk = picking.open();
     talk.say(piece()).await;
     assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
     for said in [piece(), head(), upload("x", true)] {

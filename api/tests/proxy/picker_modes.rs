@@ -24,7 +24,7 @@ async fn the_response_body_mode_is_sent_again() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     for answers in [STREAMED, BUFFERED] {
-        let mut talk = picking.open().await;
+        let mut talk = picking.open();
         talk.say_with(head(), modes(STREAMED, answers, false)).await;
         let asked = talk.next().await.mode_override;
         let expected = ProcessingMode {
@@ -42,7 +42,7 @@ async fn a_gateway_that_ignores_modes_gets_a_configuration_hint() {
     let (fleet, picking) = start(&engines).await;
     let (half, rest) = CHAT.split_at(30);
     for pieces in [[half, rest], [CHAT, ""]] {
-        let mut talk = picking.open().await;
+        let mut talk = picking.open();
         talk.say_with(head(), modes(STREAMED, STREAMED, false))
             .await;
         for (piece, end) in pieces.into_iter().zip([false, true]) {
@@ -106,7 +106,7 @@ async fn an_oversize_picker_message_is_refused() {
     })
     .await;
     let long = "x".repeat(3 << 20);
-    let mut talk = picking.open().await;
+    let mut talk = picking.open();
     talk.say_with(head(), modes(BUFFERED, BUFFERED, false))
         .await;
     talk.next().await;

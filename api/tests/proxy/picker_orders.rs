@@ -2,36 +2,72 @@
 //! that names it, and nothing is left behind in any case.
 
 use api::proxy::picker::ext_proc::processing_request::Request as Message;
-use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
+use api::proxy::picker::ext_proc::{BodySendMode, HttpHeaders, HttpTrailers, ProcessingRequest};
 use proptest::prelude::*;
 use tonic::Code;
 
 use super::fleet::eventually;
 use super::picking::{
-    CHAT, engines, head, head_of, headers, modes, piece_of, plain, start, upload,
+    CHAT, answer_of, because, engines, head, head_of, modes, piece_of, plain, start, upload,
 };
 
+/// Whose response a head is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    Engines,
+    /// An engine's, which is not relayed.
+    Redirection,
+    Gateways,
+}
+
+/// Returns the head of a response, and whose it is by the protocol: the gateway's if it says so, or
+/// if a 503 or 504 has nothing but a type.
+fn any_answer() -> impl Strategy<Value = (HttpHeaders, Option<&'static str>, Whose)> {
+    let kind = prop::sample::select(vec![
+        ("200", None, Whose::Engines),
+        ("200", Some("via_upstream"), Whose::Engines),
+        ("504", Some("via_upstream"), Whose::Engines),
+        ("500", None, Whose::Engines),
+        ("307", None, Whose::Redirection),
+        ("200", Some("direct_response"), Whose::Gateways),
+        (
+            "403",
+            Some("rbac_access_denied_matched_policy[none]"),
+            Whose::Gateways,
+        ),
+        ("504", Some("response_timeout"), Whose::Gateways),
+        ("504", None, Whose::Gateways),
+        ("503", None, Whose::Gateways),
+    ]);
+    (kind, any::<bool>()).prop_map(|((status, details, whose), end)| {
+        let fields = [(":status", status), ("content-type", "text/plain")];
+        (answer_of(&fields, end), details, whose)
+    })
+}
+
+/// A message, Envoy's reason if it is the head of a response, and whose response that is.
+type Said = (Message, Option<&'static str>, Whose);
+
 /// A message of any kind.
-fn any_message() -> impl Strategy<Value = Message> {
+fn any_message() -> impl Strategy<Value = Said> {
     let piece = (
         prop::sample::select(vec![CHAT, "", "data: {}\n\n", "{"]),
         any::<bool>(),
     )
         .prop_map(|(data, end)| piece_of(data.as_bytes(), end));
-    let head =
-        (prop::sample::select(vec!["POST", "GET", ""]), any::<bool>()).prop_map(|(method, end)| {
-            let mut head = head_of(method, "/v1/chat/completions", end);
-            let status = headers(&[(":status", "200")]).headers;
-            head.headers.as_mut().unwrap().headers.extend(status);
-            head
-        });
-    prop_oneof![
-        2 => head.clone().prop_map(Message::RequestHeaders),
+    let head = (prop::sample::select(vec!["POST", "GET", ""]), any::<bool>())
+        .prop_map(|(method, end)| head_of(method, "/v1/chat/completions", end));
+    let other = prop_oneof![
+        2 => head.prop_map(Message::RequestHeaders),
         3 => piece.clone().prop_map(Message::RequestBody),
-        2 => head.prop_map(Message::ResponseHeaders),
         3 => piece.prop_map(Message::ResponseBody),
         1 => Just(Message::RequestTrailers(HttpTrailers::default())),
         1 => Just(Message::ResponseTrailers(HttpTrailers::default())),
+    ];
+    prop_oneof![
+        10 => other.prop_map(|said| (said, None, Whose::Engines)),
+        3 => any_answer()
+            .prop_map(|(head, details, whose)| (Message::ResponseHeaders(head), details, whose)),
     ]
 }
 
@@ -48,9 +84,16 @@ fn any_mode() -> impl Strategy<Value = (BodySendMode, BodySendMode, bool)> {
 /// State of a picker between messages.
 enum Turn {
     Head,
-    Upload { body: Vec<u8> },
-    Answer { may_end: bool, may_go_on: bool },
+    Upload {
+        body: Vec<u8>,
+    },
+    Answer {
+        may_end: bool,
+        may_go_on: bool,
+    },
     Pieces,
+    /// The gateway's own response passes.
+    Own,
 }
 
 /// How a request's body arrives.
@@ -73,10 +116,10 @@ enum Fault {
 
 /// Returns the first error; `None` if the stream ends before one is read. Derived from the protocol
 /// alone: a request body that arrives whole is one message.
-fn fault(upload: Upload, messages: &[Message]) -> Option<Fault> {
+fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
     let is_whole = upload != Upload::Pieces;
     let mut turn = Turn::Head;
-    for said in messages {
+    for (said, _, whose) in messages {
         turn = match (turn, said) {
             (Turn::Head, Message::RequestHeaders(head)) => {
                 let posts = head_of("POST", "/v1/chat/completions", false).headers;
@@ -110,8 +153,19 @@ fn fault(upload: Upload, messages: &[Message]) -> Option<Fault> {
                     may_go_on: false,
                 }
             }
-            // The exchange continues without the picker.
-            (Turn::Upload { .. }, Message::ResponseHeaders(_)) => return None,
+            (Turn::Head | Turn::Upload { .. }, Message::ResponseHeaders(head))
+                if !head.end_of_stream =>
+            {
+                Turn::Own
+            }
+            (Turn::Answer { .. }, Message::ResponseHeaders(head))
+                if *whose == Whose::Gateways && !head.end_of_stream =>
+            {
+                Turn::Own
+            }
+            (Turn::Answer { .. }, Message::ResponseHeaders(_)) if *whose != Whose::Engines => {
+                return None;
+            }
             (
                 Turn::Answer {
                     may_end: true,
@@ -132,8 +186,13 @@ fn fault(upload: Upload, messages: &[Message]) -> Option<Fault> {
                 Turn::Pieces
             }
             (Turn::Pieces, Message::ResponseBody(piece)) if !piece.end_of_stream => Turn::Pieces,
-            (Turn::Answer { .. }, Message::ResponseHeaders(_))
-            | (Turn::Pieces, Message::ResponseBody(_) | Message::ResponseTrailers(_)) => {
+            (Turn::Own, Message::ResponseBody(piece)) if !piece.end_of_stream => Turn::Own,
+            (
+                Turn::Head | Turn::Upload { .. } | Turn::Answer { .. },
+                Message::ResponseHeaders(_),
+            )
+            | (Turn::Pieces | Turn::Own, Message::ResponseBody(_) | Message::ResponseTrailers(_)) =>
+            {
                 return None;
             }
             (_, said) => return Some(Fault::OutOfTurn(name(said))),
@@ -153,8 +212,10 @@ fn name(said: &Message) -> &'static str {
     }
 }
 
-fn begun() -> Vec<Message> {
-    vec![head(), upload(CHAT, true)]
+fn begun() -> Vec<Said> {
+    [head(), upload(CHAT, true)]
+        .map(|said| (said, None, Whose::Engines))
+        .into()
 }
 
 #[test]
@@ -181,11 +242,15 @@ fn the_first_message_out_of_order_is_named_without_leaks() {
         };
         let expected = fault(upload, &messages);
         let ended = runtime.block_on(async {
-            let mut talk = picking.open().await;
-            for (nth, said) in messages.into_iter().enumerate() {
-                let more: ProcessingRequest = match nth {
+            let mut talk = picking.open();
+            for (nth, (said, details, _)) in messages.into_iter().enumerate() {
+                let first = match nth {
                     0 => modes(requests, answers, early),
                     _ => plain(),
+                };
+                let more = ProcessingRequest {
+                    attributes: details.map_or_else(plain, because).attributes,
+                    ..first
                 };
                 talk.say_with(said, more).await;
             }

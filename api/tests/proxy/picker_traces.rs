@@ -27,7 +27,7 @@ async fn asked(picking: &ConnectedPicker) -> Talk {
         headers: Some(headers(&fields)),
         end_of_stream: false,
     };
-    let talk = picking.open().await;
+    let talk = picking.open();
     talk.say(ProcessingMessage::RequestHeaders(head)).await;
     let body = piece_of(CHAT.as_bytes(), true);
     talk.say(ProcessingMessage::RequestBody(body)).await;

@@ -15,8 +15,8 @@ use api::proxy::picker::ext_proc::{
 use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
 use api::proxy::{DrainResult, ProxySettings};
 use bytes::Bytes;
-use futures_util::StreamExt as _;
 use futures_util::stream::{self, BoxStream, Stream};
+use futures_util::{FutureExt as _, StreamExt as _, TryFutureExt as _};
 use prost_types::value::Kind;
 use prost_types::{ListValue, Struct, Value};
 use tokio::net::TcpListener;
@@ -24,8 +24,9 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Channel;
+use tonic::{Response, Status};
 
 use super::engine::Engine;
 use super::fleet::{Fleet, PATIENT};
@@ -135,18 +136,22 @@ impl ConnectedPicker {
         Self { metrics, client }
     }
 
-    pub(super) async fn open(&self) -> Talk {
+    pub(super) fn open(&self) -> Talk {
         let (say, said) = mpsc::channel(64);
-        let heard = self.client.clone().process(ReceiverStream::new(said)).await;
+        let mut client = self.client.clone();
+        // The head of the picker's response comes with its first message.
+        let heard = async move { client.process(ReceiverStream::new(said)).await };
+        let heard = AbortOnDropHandle::new(tokio::spawn(heard));
+        let heard = heard.map(|heard| heard.unwrap().map(Response::into_inner));
         Talk {
             say: Some(say),
-            heard: heard.unwrap().into_inner().boxed(),
+            heard: heard.try_flatten_stream().boxed(),
         }
     }
 
     /// Opens a stream and sends a request in pieces of `piece` bytes.
     pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) -> Talk {
-        let talk = self.open().await;
+        let talk = self.open();
         talk.ask(body, piece, more).await;
         talk
     }
@@ -239,9 +244,7 @@ impl Talk {
     /// Sends response headers with content type `kind`, as from the endpoint `served` if given.
     /// Returns the picker's header changes.
     pub(super) async fn begin(&mut self, kind: &str, served: Option<&str>) -> HeaderMutation {
-        let mut head = head_of("", "", false);
-        let fields = [(":status", "200"), ("content-type", kind)];
-        head.headers = Some(headers(&fields));
+        let head = answer_of(&[(":status", "200"), ("content-type", kind)], false);
         let more = ProcessingRequest {
             metadata_context: served.map(|served| {
                 let served = Kind::StringValue(served.to_owned());
@@ -348,6 +351,14 @@ pub(super) fn head_of(method: &str, path: &str, end_of_stream: bool) -> HttpHead
     }
 }
 
+/// Returns the head of a response.
+pub(super) fn answer_of(fields: &[(&str, &str)], end_of_stream: bool) -> HttpHeaders {
+    HttpHeaders {
+        headers: Some(headers(fields)),
+        end_of_stream,
+    }
+}
+
 pub(super) fn header(mutation: &HeaderMutation, name: &str) -> Option<String> {
     let mut all = mutation.set_headers.iter().flat_map(|it| &it.header);
     let found = all.find(|it| it.key == name)?;
@@ -387,6 +398,16 @@ pub(super) fn modes(
             response_body_mode: answers.into(),
             send_body_without_waiting_for_header_response: early,
         }),
+        ..ProcessingRequest::default()
+    }
+}
+
+/// Returns Envoy's reason for a response.
+pub(super) fn because(details: &str) -> ProcessingRequest {
+    let kind = Kind::StringValue(details.to_owned());
+    let told = told("envoy.filters.http.ext_proc", "response.code_details", kind);
+    ProcessingRequest {
+        attributes: told.filter_metadata,
         ..ProcessingRequest::default()
     }
 }

@@ -49,6 +49,7 @@ export const MODES = {
 export const OUTCOMES = {
   finished: 'Answered', local: 'Answered here', refused: 'Refused', failed: 'Failed',
   'engine-error': 'Engine’s error', 'broken-off': 'Broken off', 'client-left': 'Client left',
+  'gateway-reply': 'Gateway’s own reply',
 };
 
 export const POLICIES = {

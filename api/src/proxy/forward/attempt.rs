@@ -281,7 +281,7 @@ fn head_of(
 }
 
 /// Ends an attempt with this failure, and records it.
-fn fail(
+pub(in crate::proxy) fn fail(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
     decision: &Decision,

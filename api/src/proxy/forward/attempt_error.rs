@@ -164,7 +164,7 @@ impl AttemptError {
     }
 
     /// Returns the refusal or the error that the client receives if no other backend is tried.
-    pub(super) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
+    pub(in crate::proxy) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
         match self {
             Self::Gone | Self::Unreachable(_) => Err(ProxyError::Unreachable),
             Self::OutOfConnections(_) => Err(ProxyError::OutOfConnections),

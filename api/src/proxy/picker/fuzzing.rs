@@ -1,5 +1,6 @@
 //! Fuzz targets for messages of gateways: heads, header maps and metadata. See [`crate::fuzzing`].
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -16,7 +17,8 @@ use super::ext_proc::{
     ProcessingRequest, ProtocolConfiguration,
 };
 use super::frames::MessageCount;
-use super::{BodyModes, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, heads, metadata};
+use super::own_reply::ReplyCause;
+use super::{BodyModes, DETAILS, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, heads, metadata};
 use crate::proxy::request::request_body::HeldBodyBytes;
 use crate::proxy::settings::ProxyLimits;
 use crate::routing::OfferedEndpoints;
@@ -53,6 +55,12 @@ pub fn gateway_message(bytes: &[u8]) {
         Some(Request::ResponseHeaders(told)) => {
             if let Some((status, headers)) = heads::answer(told, &limits) {
                 assert!(!status.is_informational(), "{status}");
+                assert_eq!(heads::status(told), Some(status));
+                let details = metadata::details(&message.attributes);
+                let cause = ReplyCause::of(status, &headers, details);
+                // An engine is never blamed for a response that is not an error.
+                let is_blamed = matches!(cause, Some(ReplyCause::Engine(_)));
+                assert!(!is_blamed || details.is_some());
                 head(&headers, &limits);
             }
         }
@@ -161,10 +169,13 @@ pub fn gateway_message_seeds() -> Vec<Vec<u8>> {
         (Request::ResponseHeaders(fields(&answer)), Some(served)),
         (Request::ResponseBody(body(true)), None),
     ];
+    let details = told(NAMESPACE, DETAILS, text("response_timeout"));
+    let details = details.filter_metadata[NAMESPACE].clone();
     let messages = said.map(|(request, metadata_context)| {
         let message = ProcessingRequest {
             request: Some(request),
             metadata_context,
+            attributes: BTreeMap::from([(NAMESPACE.to_owned(), details.clone())]),
             observability_mode: false,
             protocol_config: Some(ProtocolConfiguration {
                 request_body_mode: BodySendMode::FullDuplexStreamed.into(),

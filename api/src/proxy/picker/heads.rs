@@ -80,6 +80,13 @@ pub(super) fn answer(told: &HttpHeaders, limits: &ProxyLimits) -> Option<(Status
     (!status.is_informational()).then_some((status, head.headers))
 }
 
+/// Returns the status of a response, whatever its other fields; `None` if it has none.
+pub(super) fn status(told: &HttpHeaders) -> Option<StatusCode> {
+    let mut fields = told.headers.iter().flat_map(|map| &map.headers);
+    let field = fields.find(|field| field.key == ":status")?;
+    StatusCode::from_bytes(value(field)).ok()
+}
+
 /// Returns the mutation that turns the gateway's headers into those for an engine or a client. It
 /// omits headers that are the gateway's own business.
 pub(super) fn mutation(from: &HeaderMap, to: &HeaderMap) -> HeaderMutation {

@@ -13,13 +13,14 @@ use tonic::{Code, Status};
 
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::{BodySendMode, Metadata, ProcessingRequest, ProtocolConfiguration};
-use super::{BodyMode, BodyModes};
+use super::own_reply::GatewayReply;
+use super::{BodyMode, BodyModes, metadata};
 use crate::error::ProxyError;
 
 /// Reason why a stream ends before the response was relayed.
 #[derive(Debug)]
 pub(super) enum StreamHalt {
-    /// The gateway has left or continues without this replica.
+    /// The gateway has left.
     Left,
     /// The gateway sent an unexpected message or stopped sending.
     Broken(Status),
@@ -27,6 +28,8 @@ pub(super) enum StreamHalt {
     Refused(ProxyError),
     /// This replica sends the response itself.
     Local(Box<Response<Bytes>>),
+    /// The gateway responded itself. Its response waits to pass.
+    Replied(GatewayReply),
 }
 
 impl StreamHalt {
@@ -99,6 +102,8 @@ pub(super) struct GatewayMessage {
     pub(super) request: Request,
     /// Metadata of the message; `None` if the gateway sends none.
     pub(super) metadata: Option<Metadata>,
+    /// The gateway's reason for a response; `None` if it sends none.
+    pub(super) details: Option<String>,
     /// Protocol configuration; `None` if the gateway sends none, or has sent it before.
     pub(super) protocol: Option<ProtocolConfiguration>,
 }
@@ -121,8 +126,8 @@ impl GatewayMessages {
         match self.next().await {
             Ok(message) => match message.request {
                 Request::RequestBody(_) if may_go_on => override_ignored(),
-                // After a timeout of its own, or if a client left, the gateway continues alone.
-                Request::ResponseHeaders(_) => StreamHalt::Left,
+                // For example after a timeout of its own.
+                Request::ResponseHeaders(told) => StreamHalt::Replied(GatewayReply::of(&told)),
                 request => out_of_turn(&request, "while its response was awaited"),
             },
             Err(halt) => halt,
@@ -141,8 +146,10 @@ fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessag
         let why = "a message contains nothing that this picker knows";
         return Err(StreamHalt::Broken(Status::invalid_argument(why)));
     };
+    let details = metadata::details(&message.attributes).map(str::to_owned);
     Ok(GatewayMessage {
         request,
+        details,
         metadata: message.metadata_context,
         protocol: message.protocol_config,
     })
@@ -216,7 +223,7 @@ impl<'a> UploadedBody<'a> {
                 (self.is_over, self.has_trailers) = (true, true);
                 Ok(None)
             }
-            Request::ResponseHeaders(_) => Err(StreamHalt::Left),
+            Request::ResponseHeaders(told) => Err(StreamHalt::Replied(GatewayReply::of(&told))),
             request => Err(out_of_turn(&request, "within the body of a request")),
         }
     }

@@ -1,12 +1,13 @@
 //! Metadata that gateways and pickers exchange in addition to headers.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 
 use super::ext_proc::Metadata;
-use super::{DESTINATION, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE};
+use super::{DESTINATION, DETAILS, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE};
 use crate::routing::OfferedEndpoints;
 
 /// Maximum number of endpoints in a hint.
@@ -32,6 +33,13 @@ pub(super) fn offered(told: Option<&Metadata>) -> OfferedEndpoints {
 pub(super) fn served(told: Option<&Metadata>) -> Option<SocketAddr> {
     let served = value(told, NAMESPACE, SERVED)?;
     text(served)?.trim().parse().ok()
+}
+
+/// Returns the gateway's reason for a response; `None` if it sends none. The attributes are in a
+/// struct under the name of the gateway's filter, which its operator may choose.
+pub(super) fn details(attributes: &BTreeMap<String, Struct>) -> Option<&str> {
+    let mut found = attributes.values();
+    found.find_map(|of_filter| text(of_filter.fields.get(DETAILS)?))
 }
 
 /// Returns the metadata that names the endpoints for a request.

@@ -13,6 +13,8 @@ pub enum PickedOutcome {
     Picked,
     /// The picker sent the response itself: a refusal, or the list of models.
     Answered,
+    /// The gateway responded before the picker did. The picker let that response pass.
+    Passed,
     /// The picker sent nothing, because the gateway left earlier.
     Left,
     /// The picker sent an error, because the gateway sent an unexpected message or was too slow.
@@ -30,14 +32,17 @@ pub enum ServedBy {
     Further,
     /// An endpoint that was not picked.
     Other,
+    /// The gateway itself responded.
+    Gateway,
     /// The gateway does not report it.
     Untold,
 }
 
 impl PickedOutcome {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Picked,
         Self::Answered,
+        Self::Passed,
         Self::Left,
         Self::Broken,
         Self::Refused,
@@ -45,7 +50,13 @@ impl PickedOutcome {
 }
 
 impl ServedBy {
-    const ALL: [Self; 4] = [Self::First, Self::Further, Self::Other, Self::Untold];
+    const ALL: [Self; 5] = [
+        Self::First,
+        Self::Further,
+        Self::Other,
+        Self::Gateway,
+        Self::Untold,
+    ];
 }
 
 impl EncodeLabelValue for PickedOutcome {
@@ -53,6 +64,7 @@ impl EncodeLabelValue for PickedOutcome {
         let label = match self {
             Self::Picked => "picked",
             Self::Answered => "answered",
+            Self::Passed => "passed",
             Self::Left => "left",
             Self::Broken => "broken",
             Self::Refused => "refused",
@@ -67,6 +79,7 @@ impl EncodeLabelValue for ServedBy {
             Self::First => "first",
             Self::Further => "further",
             Self::Other => "other",
+            Self::Gateway => "gateway",
             Self::Untold => "untold",
         };
         label.encode(encoder)

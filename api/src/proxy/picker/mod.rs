@@ -18,9 +18,12 @@
 //! | `offer` | the endpoints for a request in order, and what is sent there |
 //! | `outbound` | messages to a gateway |
 //! | `answers` | the picker's side of a stream: messages to a gateway, then the end |
+//! | `answered` | the head of a response, who made it, and what that means for the attempt |
+//! | `own_reply` | responses that the gateway made itself |
 //! | `relayed_answer` | an engine's response as it is relayed |
 //! | `metadata` | what gateways and pickers exchange in addition to headers |
 
+mod answered;
 mod answers;
 mod frames;
 #[cfg(feature = "fuzzing")]
@@ -31,6 +34,7 @@ mod metadata;
 mod metrics;
 mod offer;
 mod outbound;
+mod own_reply;
 mod relayed_answer;
 mod server;
 mod service;
@@ -67,6 +71,9 @@ const SERVED: &str = "x-gateway-destination-endpoint-served";
 const SUBSET_NAMESPACE: &str = "envoy.lb.subset_hint";
 /// Metadata key in [`SUBSET_NAMESPACE`] with the endpoints that the picker may choose.
 const SUBSET: &str = "x-gateway-destination-endpoint-subset";
+
+/// Attribute with the reason for a response: whether it is the engine's, or why the gateway made it.
+const DETAILS: &str = "response.code_details";
 
 /// Keys of `[picker]`: how this replica answers gateways that ask it for endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]

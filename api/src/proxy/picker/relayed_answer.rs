@@ -185,7 +185,7 @@ impl RelayedAnswer {
 }
 
 /// Sends relayed bytes in pieces that a gateway accepts. The last one ends the body if `ends`.
-async fn send_pieces(
+pub(super) async fn send_pieces(
     mut passed: Bytes,
     ends: bool,
     (out, left): (&PickerMessages, &mut Duration),

@@ -72,6 +72,7 @@ impl Picker {
                 untaken: self.proxy.settings.timeouts.untaken,
             },
             peer,
+            answers: self.settings.bodies,
         };
         self.tasks.spawn(async move {
             let how = stream.run(meter).await;

@@ -3,7 +3,6 @@
 //! The task of the stream owns everything that the request holds, and drops it when it ends. When a
 //! gateway ends the stream, its client's request therefore ends at any stage.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -13,25 +12,26 @@ use state::ids::UserKey;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::Status;
 
+use super::answered::{AnswerHead, SentOffer};
 use super::answers::StreamEnd;
 use super::ext_proc::HeadersResponse;
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::processing_response::Response as Reply;
 use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored};
-use super::metrics::{PickedOutcome, ServedBy};
+use super::metrics::PickedOutcome;
 use super::offer::EndpointOffer;
 use super::outbound::{
     BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers, untaken,
 };
+use super::own_reply::GatewayReply;
 use super::relayed_answer::RelayedAnswer;
 use super::stream_meter::StreamMeter;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::admission::AdmissionTry;
 use crate::error::ProxyError;
-use crate::proxy::Proxy;
 use crate::proxy::answer::{Intake, failed, local};
 use crate::proxy::forward::attempt::{AttemptError, OutgoingRequest, PendingAttempt};
-use crate::proxy::forward::blame::{refuses_router, report_status};
+use crate::proxy::forward::blame::report_status;
 use crate::proxy::forward::request_context::{
     ArrivedRequest, ProxiedRequest, begin_trace, trace_id,
 };
@@ -55,11 +55,13 @@ pub(super) struct PickerStream {
     pub(super) out: PickerMessages,
     /// Address of the gateway.
     pub(super) peer: HeaderValue,
+    /// Mode in which the gateway sends the body of a response.
+    pub(super) answers: BodyMode,
 }
 
 /// Accounting of a request while its stream is open.
 struct StreamAccounting {
-    /// Guard of the metrics; `None` once the response has begun.
+    /// Guard of the metrics; `None` before the request's head, and once the response has begun.
     request_metrics: Option<RequestMetricsGuard>,
     user: Option<UserKey>,
     dialect: Dialect,
@@ -90,15 +92,6 @@ struct UploadShape {
     has_trailers: bool,
 }
 
-/// Head of an engine's response, as the gateway reports it.
-struct AnswerHead {
-    status: StatusCode,
-    headers: HeaderMap,
-    /// Whether no body follows.
-    is_over: bool,
-    served: Option<SocketAddr>,
-}
-
 impl UploadShape {
     /// Whether the supposedly whole body may be only its first piece.
     fn may_go_on(&self) -> bool {
@@ -107,9 +100,10 @@ impl UploadShape {
 }
 
 impl StreamAccounting {
-    fn open(proxy: &Proxy) -> Self {
+    /// Creates the accounting of a stream whose first message is still to come.
+    fn new() -> Self {
         Self {
-            request_metrics: Some(RequestMetricsGuard::open(&proxy.metrics, None)),
+            request_metrics: None,
             user: None,
             dialect: Dialect::OpenAi,
             id: request_id(&HeaderMap::new()),
@@ -138,7 +132,7 @@ impl PickerStream {
     async fn serve(&mut self, meter: &mut StreamMeter) -> StreamEnd {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
-        let mut accounting = StreamAccounting::open(proxy);
+        let mut accounting = StreamAccounting::new();
         let Err(halt) = self.follow(&mut accounting, meter).await else {
             return Ok(());
         };
@@ -160,6 +154,18 @@ impl PickerStream {
             (StreamHalt::Local(response), Some(request_metrics)) => {
                 local(*response, RequestOutcome::Local, request_metrics)
             }
+            (StreamHalt::Replied(reply), request_metrics) => {
+                if meter.outcome != PickedOutcome::Picked {
+                    meter.outcome = PickedOutcome::Passed;
+                }
+                if let Some(mut request_metrics) = request_metrics {
+                    if let Some(status) = reply.status {
+                        request_metrics.answered(status);
+                    }
+                    request_metrics.ends(RequestOutcome::GatewayReply);
+                }
+                return self.let_pass(&reply).await;
+            }
             (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Local(_), _) => return Ok(()),
         };
         meter.outcome = PickedOutcome::Answered;
@@ -170,11 +176,14 @@ impl PickerStream {
             (accounting.dialect, accounting.id),
             told,
         );
-        match self.out.send(immediate(response, "quorate")).await {
-            Err(StreamHalt::Broken(why)) => Err(why),
-            // A gateway that has left needs no message.
-            Ok(()) | Err(_) => Ok(()),
-        }
+        ended(self.out.send(immediate(response, "quorate")).await)
+    }
+
+    /// Lets the gateway's own response pass.
+    async fn let_pass(&mut self, reply: &GatewayReply) -> StreamEnd {
+        let timeouts = self.picker.proxy.settings.timeouts;
+        let waits = (self.answers, timeouts.answer_idle, timeouts.held_back);
+        ended(reply.pass(waits, &mut self.inbound, &self.out).await)
     }
 
     async fn follow(
@@ -202,31 +211,16 @@ impl PickerStream {
         told.unwrap_or_else(|_| Err(untaken()))?;
         pending.is_sent.store(true, Relaxed);
         meter.outcome = PickedOutcome::Picked;
-        let head = match timeout_at(sending.first_byte_by, self.answer_head(upload)).await {
-            Ok(head) => head?,
-            Err(_) => {
-                let (mut attempt, _) = pending.over();
-                if let Some(trace) = attempt.trace() {
-                    trace.failed(AttemptError::TimedOut.label());
-                }
-                // The engine may have been computing until the timeout.
-                attempt.end(AttemptEnd::Broken, Instant::now());
-                let failure = ProxyError::EngineTimeout;
-                let late = Status::deadline_exceeded(failure.to_string());
-                let request_metrics = accounting.request_metrics.take();
-                let request_metrics = request_metrics.expect("the response has not begun");
-                drop(failed(
-                    &failure,
-                    accounting.dialect,
-                    Version::HTTP_2,
-                    request_metrics,
-                ));
-                return Err(StreamHalt::Broken(late));
-            }
+        let Ok(head) = timeout_at(sending.first_byte_by, self.answer_head(upload)).await else {
+            return Err(is_late(pending, accounting));
         };
+        let head = head?;
         let (attempt, _) = pending.over();
         let told = SentOffer { offer, sent_at };
-        let (decision, attempt) = told.served(&picker, (decision, attempt), (&proxied, &head));
+        let answered = (&sending, &head);
+        let request_metrics = &mut accounting.request_metrics;
+        let (decision, attempt) =
+            told.judge(&picker, (decision, attempt), answered, request_metrics)?;
         let passed = self.begin(&sending, (&decision, attempt, wanted), &head, accounting);
         let (passed, headers) = passed;
         drop((sending, held));
@@ -249,10 +243,6 @@ impl PickerStream {
             return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
         };
         let message = message?;
-        let told = match message.request {
-            Request::RequestHeaders(told) => told,
-            request => return Err(out_of_turn(&request, "first")),
-        };
         let settings = &self.picker.settings;
         let modes = match message.protocol {
             Some(protocol) => BodyModes::told(protocol)?,
@@ -261,6 +251,16 @@ impl PickerStream {
                 answers: settings.bodies,
             },
         };
+        self.answers = modes.answers;
+        let told = match message.request {
+            Request::RequestHeaders(told) => told,
+            // A filter before this one responded, so no request comes.
+            Request::ResponseHeaders(told) => {
+                return Err(StreamHalt::Replied(GatewayReply::of(&told)));
+            }
+            request => return Err(out_of_turn(&request, "first")),
+        };
+        accounting.request_metrics = Some(RequestMetricsGuard::open(&proxy.metrics, None));
         let limits = **proxy.limits.load();
         let mut head = heads::request(&told, &limits)?;
         if let Some(uri) = unslashed(&head.uri) {
@@ -481,6 +481,7 @@ impl PickerStream {
                 headers,
                 is_over: told.end_of_stream,
                 served: metadata::served(message.metadata.as_ref()),
+                details: message.details,
             });
         }
     }
@@ -502,8 +503,7 @@ impl PickerStream {
         *response.status_mut() = head.status;
         *response.headers_mut() = head.headers.clone();
         let (backend, status) = (decision.backend, head.status);
-        let refuses_router = refuses_router(proxy, sending.proxied, backend, status);
-        report_status(proxy, (backend, attempt.user()), status, refuses_router);
+        report_status(proxy, (backend, attempt.user()), status, false);
         if status == StatusCode::NOT_FOUND {
             // The gateway relays it, whatever it is about.
             proxy.backends.doubt_list(backend.slot);
@@ -534,51 +534,27 @@ impl PickerStream {
     }
 }
 
-/// An offer that was sent to a gateway.
-struct SentOffer {
-    offer: EndpointOffer,
-    sent_at: Instant,
+/// Ends an attempt whose response did not begin in time.
+fn is_late(pending: PendingAttempt, accounting: &mut StreamAccounting) -> StreamHalt {
+    let (mut attempt, _) = pending.over();
+    if let Some(trace) = attempt.trace() {
+        trace.failed(AttemptError::TimedOut.label());
+    }
+    // The engine may have been computing until the timeout.
+    attempt.end(AttemptEnd::Broken, Instant::now());
+    let failure = ProxyError::EngineTimeout;
+    if let Some(request_metrics) = accounting.request_metrics.take() {
+        let dialect = accounting.dialect;
+        drop(failed(&failure, dialect, Version::HTTP_2, request_metrics));
+    }
+    StreamHalt::Broken(Status::deadline_exceeded(failure.to_string()))
 }
 
-impl SentOffer {
-    /// Returns the decision and attempt for the backend that responded. This is the dispatched one,
-    /// unless the gateway reports that it used an alternative because the first was unreachable.
-    fn served(
-        self,
-        picker: &Picker,
-        (decision, mut attempt): (Decision, Attempt),
-        (proxied, head): (&Arc<ProxiedRequest>, &AnswerHead),
-    ) -> (Decision, Attempt) {
-        let (by, further) = match head.served {
-            None => (ServedBy::Untold, None),
-            Some(served) if served == self.offer.first => (ServedBy::First, None),
-            Some(served) => {
-                let mut further = self.offer.further.into_iter();
-                match further.find(|(endpoint, _)| *endpoint == served) {
-                    Some((_, further)) => (ServedBy::Further, Some(further)),
-                    None => (ServedBy::Other, None),
-                }
-            }
-        };
-        picker.metrics.served(by);
-        let Some(further) = further else {
-            return (decision, attempt);
-        };
-        let proxy = &picker.proxy;
-        if let Some(trace) = attempt.trace() {
-            trace.failed("unreachable");
-        }
-        attempt.end(AttemptEnd::NotRun, Instant::now());
-        let now = Instant::now();
-        proxy.backends.report_no_answer(decision.backend, None, now);
-        proxy.metrics.retries.inc();
-        if let Some(record) = &proxied.record {
-            let waited = std::time::Duration::ZERO;
-            proxy.decisions.decided(record, &further, waited);
-        }
-        let admission = &proxy.admission;
-        let mut attempt = admission.redispatch(&further, &**proxied, self.sent_at);
-        attempt.traces(proxied.attempts(&further.name, "answer"));
-        (further, attempt)
+/// Returns the end of a stream after its last message.
+fn ended(sent: Result<(), StreamHalt>) -> StreamEnd {
+    match sent {
+        Err(StreamHalt::Broken(why)) => Err(why),
+        // A gateway that has left needs no message.
+        Ok(()) | Err(_) => Ok(()),
     }
 }
