@@ -182,6 +182,21 @@ def pickers(stand, _):
         killed(stand, load, "two of three pickers dead", followers(stand), STREAMS)
     queued(stand, f"127.0.0.1:{port}")
     stand.wait_quiet()
+    nobody(stand, f"127.0.0.1:{port}")
+
+
+def nobody(stand, address):
+    """Without a picker, no request reaches an engine, not even one that its client names."""
+    all_of_them = stand.running()
+    kill(stand, all_of_them)
+    engine = stand.engines["engine-1"]["url"].removeprefix("http://")
+    headers = {"content-type": "application/json", "x-gateway-destination-endpoint": engine}
+    answer = ask(address, "POST", "/v1/chat/completions", headers, b'{"model":"emulated","prompt":"Is anybody there?"}')
+    check(answer.status == 503 and not answer.body, f"without a picker: {answer}")
+    for number in all_of_them:
+        stand.start_replica(number)
+    stand.wait_all_ready()
+    print("no picker: 503, whatever endpoint the client names")
 
 
 def queued(stand, address):

@@ -2,6 +2,7 @@
 stand in for an engine's open no circuit."""
 
 import concurrent.futures
+import itertools
 import json
 import socket
 
@@ -152,43 +153,55 @@ def before(stand, spies):
     print(f"filters: {len(cases)} replies before ext_proc arrive in {len(ways)} modes as without a picker")
 
 
+# Replies of Envoy's router in place of an engine's: the action of a route, by status and details.
+def own_replies(route):
+    return {
+        "504 response_timeout": {"route": {**route, "timeout": "0.2s"}},
+        "503 no_healthy_upstream": {"route": {**route, "cluster": "nobody"}},
+        "503 overflow": {"route": {**route, "cluster": "crowded"}},
+        "418 direct_response": {"direct_response": {"status": 418, "body": {"inline_string": "a teapot"}}},
+    }
+
+
+def statuses_at_once(address, name):
+    """Sends a crowd to a route; the answers' statuses."""
+
+    def one(nth):
+        body = {"model": "emulated", "max_tokens": 32, "messages": [{"role": "user", "content": f"{nth} times"}]}
+        headers = {"content-type": "application/json", "x-case": name}
+        return ask(address, "POST", "/v1/chat/completions", headers, json.dumps(body).encode()).status
+
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(one, range(AT_ONCE)))
+
+
 def instead(stand, _):
-    """Replies of Envoy's router, in place of an engine."""
+    """Replies of Envoy's router, where it tells the picker the reason and where it does not."""
     config, _ = stand.example(GATEWAY)
-    listener, port = another(config, "own")
-    (host,) = manager(listener)["route_config"]["virtual_hosts"]
-    (example,) = host["routes"]
     clusters = config["static_resources"]["clusters"]
     crowded = {**clusters[0], "name": "crowded"}
     crowded["circuit_breakers"] = {"thresholds": [{"max_connections": 1, "max_pending_requests": 1, "max_requests": 1}]}
     clusters += [crowded, {"name": "nobody", "type": "STATIC"}]
-    cases = {
-        "504 response_timeout": {"route": {**example["route"], "timeout": "0.2s"}},
-        "503 no_healthy_upstream": {"route": {**example["route"], "cluster": "nobody"}},
-        "503 overflow": {"route": {**example["route"], "cluster": "crowded"}},
-        "418 direct_response": {"direct_response": {"status": 418, "body": {"inline_string": "a teapot"}}},
-    }
-    for name, action in cases.items():
-        exact = {"name": "x-case", "string_match": {"exact": name}}
-        host["routes"].insert(0, {"match": {**example["match"], "headers": [exact]}, **action})
+    ways = {}
+    for way in ["with the reason", "without"]:
+        listener, port = another(config, way)
+        if way == "without":
+            del ext_proc(listener)["response_attributes"]
+        (host,) = manager(listener)["route_config"]["virtual_hosts"]
+        (example,) = host["routes"]
+        for name, action in own_replies(example["route"]).items():
+            exact = {"name": "x-case", "string_match": {"exact": name}}
+            host["routes"].insert(0, {"match": {**example["match"], "headers": [exact]}, **action})
+        ways[way] = f"127.0.0.1:{port}"
     stand.start_envoy("envoy-that-replies", config)
     wrong = []
-    for name in cases:
-        headers = {"content-type": "application/json", "x-case": name}
-
-        def one(nth, headers=headers):
-            body = {"model": "emulated", "max_tokens": 32, "messages": [{"role": "user", "content": f"{nth} times"}]}
-            return ask(f"127.0.0.1:{port}", "POST", "/v1/chat/completions", headers, json.dumps(body).encode()).status
-
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            statuses = list(pool.map(one, range(AT_ONCE)))
-        status = int(name.split()[0])
+    for way, name in itertools.product(ways, own_replies({})):
+        statuses = statuses_at_once(ways[way], name)
         # Envoy may let one of a crowd pass.
-        check(statuses.count(status) >= AT_ONCE / 2, f"{name}: {statuses}")
+        check(statuses.count(int(name.split()[0])) >= AT_ONCE / 2, f"{name}: {statuses}")
         stand.wait_quiet()
-        opened = [f"{nth}: {stand.metric(nth, 'quorate_backend_circuit_open'):.0f}" for nth in stand.running()]
-        if any(not told.endswith(" 0") for told in opened):
-            wrong.append(f"{name}: circuits of {ENGINES} healthy engines are open, by replica: {', '.join(opened)}")
+        opened = {nth: stand.metric(nth, "quorate_backend_circuit_open") for nth in stand.running()}
+        if any(opened.values()):
+            wrong.append(f"{name}, {way}: open circuits of {ENGINES} healthy engines, by replica: {opened}")
     check(not wrong, "Envoy's own replies count as engines':\n" + "\n".join(wrong))
-    print(f"circuits: {len(cases)} kinds of Envoy's own replies open none")
-
+    print(f"circuits: {len(own_replies({}))} kinds of Envoy's own replies open none, {' and '.join(ways)}")

@@ -19,6 +19,7 @@ def turn(address, messages, index):
     check(answer.status == 200, answer)
     told = json.loads(answer.body)
     headers = answer.headers
+    check("x-quorate-index" in headers, f"no x-quorate-index at {address}: {headers}")
     return told["choices"][0]["message"], told["usage"], headers["x-quorate-backend"], headers["x-quorate-index"]
 
 

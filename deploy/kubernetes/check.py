@@ -19,7 +19,7 @@ OF_HELM = ["app.kubernetes.io/managed-by", "helm.sh/chart"]
 # Kinds of operators, whose schemas are not the API's.
 FOREIGN = ["Certificate", "PrometheusRule", "ServiceMonitor"]
 # Kinds whose schemas are in schemas/gateway.yaml.
-OF_GATEWAYS = ["DestinationRule", "Gateway", "GatewayClass", "HTTPRoute", "InferencePool"]
+OF_GATEWAYS = ["DestinationRule", "EnvoyFilter", "Gateway", "GatewayClass", "HTTPRoute", "InferencePool"]
 # Folders of gateways/ with what one gateway needs.
 GATEWAYS = ["agentgateway", "envoy-gateway", "istio"]
 
@@ -120,9 +120,10 @@ def for_one(name, plain):
     (container,) = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]["containers"]
     values = {one["name"]: one.get("value") for one in container["env"]}
     if name == "istio":
-        assert more == {("DestinationRule", picker)} and not changed
+        assert more == {("DestinationRule", picker), ("EnvoyFilter", picker)} and not changed
         rule = rendered["DestinationRule", picker]["spec"]
         assert rule["host"] == f"{picker}.llm.svc.cluster.local"
+        as_in_the_example(rendered["EnvoyFilter", picker]["spec"], rule["host"], pool, gateway)
     elif name == "envoy-gateway":
         assert more == {("GatewayClass", name)} and changed == {("StatefulSet", "quorate")}
         assert values["QUORATE_PICKER__ENDPOINTS"] == "1"
@@ -134,6 +135,33 @@ def for_one(name, plain):
     else:
         assert not more and not changed
     print(f"{name}: a gateway of its class, its route, and what else it needs")
+
+
+def as_in_the_example(spec, host, pool, gateway):
+    """Istio's Envoy uses the pickers as the example does, which a real one runs."""
+    with open(f"{HERE}/../gateways/envoy.yaml", encoding="utf-8") as file:
+        example = yaml.safe_load(file)["static_resources"]
+    (target,) = spec["targetRefs"]
+    assert target["name"] == gateway["metadata"]["name"]
+    cluster, ext_proc = spec["configPatches"]
+    port = pool["spec"]["endpointPickerRef"]["port"]["number"]
+    assert cluster["match"]["cluster"] == {"service": host, "portNumber": port}
+    (pickers,) = [one for one in example["clusters"] if one["name"] == "pickers"]
+    # Istio has addresses, TLS and the balancing from elsewhere.
+    elsewhere = ["name", "type", "lb_policy", "connect_timeout", "transport_socket", "load_assignment"]
+    wanted = {key: value for key, value in pickers.items() if key not in elsewhere}
+    assert cluster["patch"]["value"] == wanted
+    (listener,) = example["listeners"]
+    (connections,) = listener["filter_chains"][0]["filters"]
+    shipped = connections["typed_config"]["http_filters"][0]
+    value = ext_proc["patch"]["value"]
+    assert value["name"] == ext_proc["match"]["listener"]["filterChain"]["filter"]["subFilter"]["name"]
+    assert value["name"] == shipped["name"]
+    # ... as the modes of bodies, and the name of the cluster.
+    elsewhere = ["processing_mode", "metadata_options"]
+    wanted = {key: value for key, value in shipped["typed_config"].items() if key not in elsewhere}
+    del wanted["grpc_service"]["envoy_grpc"]
+    assert value["typed_config"] == wanted
 
 
 def config(name, rendered):
