@@ -1,6 +1,6 @@
 """A cluster of replicas with emulated engines, as processes of this machine: for checks that ask real ones.
 
-`.ci/api/check.py`, `monitoring/check.py` and `load-balancers/try.py` start theirs by it.
+`.ci/api/check.py`, `chaos-tests/envoy`, `monitoring/check.py` and `load-balancers/try.py` start theirs by it.
 """
 
 import json

@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "deploy"))
 from cluster import Cluster, free_ports, get, on_loopback  # noqa: E402
 
 REPLICAS, ENGINES = 3, 4
+# As many replicas, the first ones, are told that the gateway allows them to override modes.
+ALLOW_OVERRIDES = 1
 GATEWAY = ROOT / "deploy/gateways/envoy.yaml"
 BALANCER = ROOT / "deploy/load-balancers/envoy.yaml"
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
@@ -54,8 +56,11 @@ class Stand(Cluster):
             self.add_engine(f"127.0.0.1:{port}")
 
     def start_replica(self, number):
-        picker = f"listen.picker={self.pickers[number - 1]}"
-        return self.start(f"replica-{number}", self.binary, "serve", "--config", self.config(number), "--set", picker)
+        command = [self.binary, "serve", "--config", self.config(number)]
+        command += ["--set", f"listen.picker={self.pickers[number - 1]}"]
+        if number <= ALLOW_OVERRIDES:
+            command += ["--set", "picker.bodies=streamed"]
+        return self.start(f"replica-{number}", *command)
 
     def admin(self, number, path, body=None):
         """What the admin API of a replica answers; with a body, to a PUT of it."""

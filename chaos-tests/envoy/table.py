@@ -1,13 +1,16 @@
 """One table of requests, through the data port and through pickers in every mode: what comes back and what the
 engine sees is equal, but for the differences that are listed here."""
 
+import copy
 import gzip
 import json
 
 from http1 import request_bytes, send
-from stand import EXTENSIONS, GATEWAY, another, check, ext_proc, manager
+from stand import ALLOW_OVERRIDES, EXTENSIONS, GATEWAY, another, check, ext_proc, manager
 
 KEY = "x-gateway-destination-endpoint"
+# Requests in the mode that is refused: some would pass, as their body comes with the head.
+REFUSALS = 10
 
 # Headers of answers that only one way has.
 UNCOMPARED = {
@@ -138,7 +141,8 @@ def modes(request, answer, **more):
     return {"processing_mode": told, "message_timeout": "60s", **more}
 
 
-# Name of a mode, what it changes in the example's ext_proc, and its cluster of engines.
+# Name of a mode, what it changes in the example's ext_proc, and its cluster of engines. In a mode with overrides, the
+# pickers are those whose config says so.
 MODES = {
     "as shipped": ({}, "engines"),
     "override_host": ({}, "listed"),
@@ -150,6 +154,8 @@ MODES = {
         modes("STREAMED", "FULL_DUPLEX_STREAMED", send_body_without_waiting_for_header_response=True), "engines"),
     "STREAMED with overrides": (modes("STREAMED", "STREAMED", allow_mode_override=True), "listed"),
 }  # fmt: skip
+# What a picker refuses whose config does not say that the gateway allows overrides.
+REFUSED = modes("STREAMED", "STREAMED")
 # Envoy sends trailers after the replies to the pieces; the picker replies once it has the trailers.
 DEADLOCKS = {("a body with trailers", mode) for mode in MODES if "early" in mode}
 
@@ -179,11 +185,15 @@ def listed_engines(spies):
 
 
 def envoy_of_modes(stand, spies):
-    """Starts an Envoy with a listener for each mode; their addresses."""
+    """Starts an Envoy with a listener for each mode, and one for what is refused; their addresses."""
     config, _ = stand.example(GATEWAY)
-    config["static_resources"]["clusters"].append(listed_engines(spies))
+    clusters = config["static_resources"]["clusters"]
+    (pickers,) = [cluster for cluster in clusters if cluster["name"] == "pickers"]
+    clusters.append(listed_engines(spies))
+    clusters.append(with_endpoints(pickers, "allow-overrides", slice(0, ALLOW_OVERRIDES)))
+    clusters.append(with_endpoints(pickers, "refuse-overrides", slice(ALLOW_OVERRIDES, None)))
     addresses = {}
-    for mode, (changes, cluster) in MODES.items():
+    for mode, (changes, cluster) in {**MODES, "refused": (REFUSED, "engines")}.items():
         listener, port = another(config, mode)
         if changes:
             # By default 1 MiB, beyond which bodies that are not FULL_DUPLEX_STREAMED fail.
@@ -191,12 +201,23 @@ def envoy_of_modes(stand, spies):
         settings = ext_proc(listener)
         for key, value in changes.items():
             settings[key] = {**settings[key], **value} if isinstance(value, dict) else value
+        if changes == REFUSED or "allow_mode_override" in changes:
+            name = "refuse-overrides" if changes == REFUSED else "allow-overrides"
+            settings["grpc_service"]["envoy_grpc"]["cluster_name"] = name
         for host in manager(listener)["route_config"]["virtual_hosts"]:
             for route in host["routes"]:
                 route["route"]["cluster"] = cluster
         addresses[mode] = f"127.0.0.1:{port}"
     stand.start_envoy("envoy-of-modes", config)
     return addresses
+
+
+def with_endpoints(cluster, name, some):
+    """A copy of a cluster with some of its endpoints."""
+    cluster = {**copy.deepcopy(cluster), "name": name}
+    (locality,) = cluster["load_assignment"]["endpoints"]
+    locality["lb_endpoints"] = locality["lb_endpoints"][some]
+    return cluster
 
 
 class Seen:
@@ -250,6 +271,10 @@ def run(stand, spies):
                 told = [] if DIFFERENT[name](seen.answer) else [short(seen.compared())]
             for difference in told:
                 wrong.setdefault(f"{name}: {difference}", []).append(mode)
+    for _ in range(REFUSALS):
+        seen = Seen(spies, addresses["refused"], REQUESTS["an answer"], "refused")
+        if seen.seen or seen.answer.status != 503 or seen.answer.body:
+            wrong.setdefault(f"STREAMED without a further setting is not refused: {short(seen.compared())}", []).append("that mode")
     told = "\n".join(f"{difference}; in {', '.join(modes)}" for difference, modes in wrong.items())
     check(not wrong, f"{len(wrong)} differences of pickers from the data port:\n{told}")
     print(f"table: {equal} answers in {len(MODES)} modes equal the data port's; {len(DIFFERENT)} rows differ as documented")

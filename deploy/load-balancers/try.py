@@ -59,6 +59,8 @@ class Balanced(Cluster):
             home = {**os.environ, "HOME": self.folder, "XDG_DATA_HOME": self.folder, "XDG_CONFIG_HOME": self.folder}
             command = ["caddy", "run", "--config", f"{HERE}/Caddyfile", "--adapter", "caddyfile"]
             self.start("balancer", *command, env=home)
+        elif BALANCER == "envoy":
+            self.start("balancer", "envoy", "-c", f"{HERE}/envoy.yaml", "--disable-hot-restart")
         else:
             with open(f"{self.folder}/replicas.hosts", "w", encoding="utf-8") as hosts:
                 hosts.writelines(f"{address} {NAME}\n" for address in REPLICAS)
