@@ -96,7 +96,7 @@ class Load:
         late = [told for told in failed if told[0] > begun]
         check(not late, f"{what}: {len(late)} requests that began later failed: {late[:5]}")
         check(len(failed) <= allowed, f"{what}: {len(failed)} requests failed, and {allowed:.0f} were there: {failed[:5]}")
-        print(f"{what}: {len(failed)} requests failed of {allowed:.0f} there; {self.begun - begun} later ones were answered")
+        print(f"{what}: {len(failed)} requests failed, {allowed:.0f} could; {self.begun - begun} later ones were answered")
 
 
 def chat_fails(address, text, is_stream, tokens=55):
