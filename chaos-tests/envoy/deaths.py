@@ -95,8 +95,12 @@ class Load:
         failed, self.failed = self.failed, []
         late = [told for told in failed if told[0] > begun]
         check(not late, f"{what}: {len(late)} requests that began later failed: {late[:5]}")
-        check(len(failed) <= allowed, f"{what}: {len(failed)} requests failed, and {allowed:.0f} were there: {failed[:5]}")
-        print(f"{what}: {len(failed)} requests failed, {allowed:.0f} could; {self.begun - begun} later ones were answered")
+        check(
+            len(failed) <= allowed, f"{what}: {len(failed)} requests failed, and {allowed:.0f} were there: {failed[:5]}"
+        )
+        print(
+            f"{what}: {len(failed)} requests failed, {allowed:.0f} could; {self.begun - begun} later ones were answered"
+        )
 
 
 def chat_fails(address, text, is_stream, tokens=55):
@@ -104,7 +108,9 @@ def chat_fails(address, text, is_stream, tokens=55):
     message = {"role": "user", "content": text + ": tell me about quorums. " * 20}
     body = {"model": "emulated", "stream": is_stream, "max_tokens": tokens, "messages": [message]}
     try:
-        answer = ask(address, "POST", "/v1/chat/completions", {"content-type": "application/json"}, json.dumps(body).encode())
+        answer = ask(
+            address, "POST", "/v1/chat/completions", {"content-type": "application/json"}, json.dumps(body).encode()
+        )
     except OSError as error:
         return repr(error)
     ending = b"data: [DONE]\n\n" if is_stream else b"}"

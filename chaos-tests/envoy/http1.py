@@ -1,5 +1,6 @@
 """A client of HTTP/1.1 that sends what it is told, and an engine that records what it gets."""
 
+import contextlib
 import http.client
 import http.server
 import json
@@ -22,7 +23,11 @@ class Answer:
 
 
 def head(method, path, headers):
-    lines = [f"{method} {path} HTTP/1.1", "host: quorate.test", *(f"{name}: {value}" for name, value in headers.items())]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "host: quorate.test",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -48,10 +53,9 @@ def send(address, data, method="POST"):
     """Sends bytes over a connection of their own, and reads an answer."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as stream:
-        try:
+        # It may have answered already.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             stream.sendall(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # It has answered already.
         return read(stream, method)
 
 

@@ -45,6 +45,7 @@ def halves(stand, address):
     check(cached, "no engine found a prefix in its cache")
     stand.wait_quiet()
     for number in stand.running():
+
         def total(number=number):
             return stand.admin(number, f"/admin/v1/users/{USER}")["total"]
 
@@ -57,8 +58,15 @@ def halves(stand, address):
 
 def hang_ups(stand, address):
     """Clients that leave in mid-stream."""
-    body = {"model": "emulated", "max_tokens": 4000, "stream": True, "messages": [{"role": "user", "content": "Go on."}]}
-    data = request_bytes("POST", "/v1/chat/completions", {"content-type": "application/json"}, json.dumps(body).encode())
+    body = {
+        "model": "emulated",
+        "max_tokens": 4000,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Go on."}],
+    }
+    data = request_bytes(
+        "POST", "/v1/chat/completions", {"content-type": "application/json"}, json.dumps(body).encode()
+    )
     host, port = address.split(":")
     for _ in range(HANG_UPS):
         with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as stream:

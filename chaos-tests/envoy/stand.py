@@ -43,6 +43,11 @@ def metric(page, name, **labels):
     return total
 
 
+def socket_address(told):
+    host, port = told.split(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
+
+
 class Stand(Cluster):
     """A cluster whose replicas are data ports and pickers."""
 
@@ -64,7 +69,9 @@ class Stand(Cluster):
 
     def admin(self, number, path, body=None):
         """What the admin API of a replica answers; with a body, to a PUT of it."""
-        request = urllib.request.Request(f"http://{self.replicas[number - 1][1]}{path}", method="PUT" if body else "GET")
+        request = urllib.request.Request(
+            f"http://{self.replicas[number - 1][1]}{path}", method="PUT" if body else "GET"
+        )
         if body:
             request.data = json.dumps(body).encode()
             request.add_header("content-type", "application/json")
@@ -105,7 +112,7 @@ class Stand(Cluster):
             port = node["socket_address"]["port_value"]
             ours = {9002: self.pickers, 8080: [data for data, *_ in self.replicas]}
             address = ours[port][host - 11] if port in ours else f"127.0.0.1:{port}"
-            return {"socket_address": dict(zip(["address", "port_value"], [address.split(":")[0], int(address.split(":")[1])]))}
+            return socket_address(address)
         return {key: self.moved(value) for key, value in node.items()}
 
     def example(self, path):
@@ -121,7 +128,16 @@ class Stand(Cluster):
         (admin,) = free_ports(1)
         config["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}}
         path.write_text(json.dumps(config))
-        words = [self.envoy, "--config-path", path, "--concurrency", 2, "--log-level", "warning", "--disable-hot-restart"]
+        words = [
+            self.envoy,
+            "--config-path",
+            path,
+            "--concurrency",
+            2,
+            "--log-level",
+            "warning",
+            "--disable-hot-restart",
+        ]
         process = self.start(name, *map(str, words))
 
         def is_ready():

@@ -6,7 +6,7 @@ import gzip
 import json
 
 from http1 import request_bytes, send
-from stand import ALLOW_OVERRIDES, EXTENSIONS, GATEWAY, another, check, ext_proc, manager
+from stand import ALLOW_OVERRIDES, EXTENSIONS, GATEWAY, another, check, ext_proc, manager, socket_address
 
 KEY = "x-gateway-destination-endpoint"
 # Requests in the mode that is refused: some would pass, as their body comes with the head.
@@ -116,7 +116,12 @@ REQUESTS = {
     "a stored response": get_of("/v1/responses/resp_1"),
     "an end in mid-stream": post(chat("cut", stream=True)),
     "an end in mid-answer": post(chat("half")),
-    "a preflight": ("OPTIONS", "/v1/chat/completions", {"origin": "http://a", "access-control-request-method": "POST"}, None),
+    "a preflight": (
+        "OPTIONS",
+        "/v1/chat/completions",
+        {"origin": "http://a", "access-control-request-method": "POST"},
+        None,
+    ),
 }
 
 
@@ -173,13 +178,14 @@ def listed_engines(spies):
         "fallback_policy": {"policies": [{"typed_extension_config": fallback}]},
     }
     endpoints = [
-        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": spy.server.server_port}}}}
-        for spy in spies
+        {"endpoint": {"address": socket_address(f"127.0.0.1:{spy.server.server_port}")}} for spy in spies
     ]
     return {
         "name": "listed",
         "type": "STATIC",
-        "load_balancing_policy": {"policies": [{"typed_extension_config": {"name": "picked", "typed_config": override}}]},
+        "load_balancing_policy": {
+            "policies": [{"typed_extension_config": {"name": "picked", "typed_config": override}}]
+        },
         "load_assignment": {"cluster_name": "listed", "endpoints": [{"lb_endpoints": endpoints}]},
     }
 
@@ -235,11 +241,14 @@ class Seen:
 
     def compared(self):
         """What must be equal in all ways."""
+
         def of_any(headers, uncompared):
             told = [(name, value.replace(self.way, "WAY")) for name, value in headers.items() if name not in uncompared]
             return sorted((name, "*" if name in MOMENTARY else value) for name, value in told)
 
-        seen = [(method, path, of_any(headers, UNCOMPARED_AT_ENGINES), body) for method, path, headers, body in self.seen]
+        seen = [
+            (method, path, of_any(headers, UNCOMPARED_AT_ENGINES), body) for method, path, headers, body in self.seen
+        ]
         body = self.answer.body.replace(self.way.encode(), b"WAY")
         return {
             "status": self.answer.status,
@@ -274,10 +283,14 @@ def run(stand, spies):
     for _ in range(REFUSALS):
         seen = Seen(spies, addresses["refused"], REQUESTS["an answer"], "refused")
         if seen.seen or seen.answer.status != 503 or seen.answer.body:
-            wrong.setdefault(f"STREAMED without a further setting is not refused: {short(seen.compared())}", []).append("that mode")
+            wrong.setdefault(f"STREAMED without a further setting is not refused: {short(seen.compared())}", []).append(
+                "that mode"
+            )
     told = "\n".join(f"{difference}; in {', '.join(modes)}" for difference, modes in wrong.items())
     check(not wrong, f"{len(wrong)} differences of pickers from the data port:\n{told}")
-    print(f"table: {equal} answers in {len(MODES)} modes equal the data port's; {len(DIFFERENT)} rows differ as documented")
+    print(
+        f"table: {equal} answers in {len(MODES)} modes equal the data port's; {len(DIFFERENT)} rows differ by design"
+    )
 
 
 def short(value):
