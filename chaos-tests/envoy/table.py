@@ -286,6 +286,10 @@ def run(stand, spies):
             wrong.setdefault(f"STREAMED without a further setting is not refused: {short(seen.compared())}", []).append(
                 "that mode"
             )
+    stand.wait_quiet()
+    others = stand.metric_of_all("quorate_picker_served_total", by="other")
+    firsts = stand.metric_of_all("quorate_picker_served_total", by="first")
+    check(firsts and not others, f"{others:.0f} answers of engines that were not picked, {firsts:.0f} of those that were")
     told = "\n".join(f"{difference}; in {', '.join(modes)}" for difference, modes in wrong.items())
     check(not wrong, f"{len(wrong)} differences of pickers from the data port:\n{told}")
     print(
