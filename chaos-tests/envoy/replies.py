@@ -8,7 +8,7 @@ import socket
 
 from http1 import TIMEOUT_S, ask, head, read, request_bytes, send
 from stand import ENGINES, EXTENSIONS, GATEWAY, another, check, ext_proc, manager
-from table import chat, listed_engines, modes, post, short
+from table import PREFLIGHT, chat, listed_engines, modes, post, short
 
 HTTP = f"{EXTENSIONS}.filters.http"
 # Enough that each replica sees every engine fail more often than opens a circuit.
@@ -64,7 +64,6 @@ CROSS_ORIGIN = {
 }
 
 UPGRADE = {"connection": "upgrade", "upgrade": "websocket"}
-PREFLIGHT = {"origin": "http://a", "access-control-request-method": "POST"}
 BEFORE = {
     "403 of rbac": post(chat(), "/v1/forbidden"),
     "401 of jwt_authn": post(chat(), "/v1/token"),

@@ -67,13 +67,11 @@ class Stand(Cluster):
             command += ["--set", "picker.bodies=streamed"]
         return self.start(f"replica-{number}", *command)
 
-    def admin(self, number, path, body=None):
-        """What the admin API of a replica answers; with a body, to a PUT of it."""
-        request = urllib.request.Request(
-            f"http://{self.replicas[number - 1][1]}{path}", method="PUT" if body else "GET"
-        )
+    def admin(self, number, path, body=None, method="PUT"):
+        """What the admin API of a replica answers: to a GET, or, with a body, to a PUT of it."""
+        request = urllib.request.Request(f"http://{self.replicas[number - 1][1]}{path}")
         if body:
-            request.data = json.dumps(body).encode()
+            request.method, request.data = method, json.dumps(body).encode()
             request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.loads(answer.read())

@@ -64,64 +64,76 @@ def get_of(path, method="GET"):
     return method, path, {}, None
 
 
+PREFLIGHT = {"origin": "http://a", "access-control-request-method": "POST"}
+
+
 def pieces(body, size):
     return [body[at : at + size] for at in range(0, len(body), size)]
 
 
+# By the status at the data port. `MODE`, `A_KEY` and `FORGED` stand for what a run puts there.
 REQUESTS = {
-    "an answer": post(chat()),
-    "a stream": post(chat("stream", stream=True)),
-    "a stream with usage": post(chat("stream", stream=True, stream_options={"include_usage": True})),
-    "a stream with trailers": post(chat("trailers", stream=True)),
-    "a prompt of 32 KB": post(chat(text="w" * 32_000)),
-    "a prompt of 400 KB": post(chat(text="w" * 400_000)),
-    "a prompt of 3 MB": post(chat(text="w" * 3_000_000)),
-    "a body in chunks": post(pieces(chat(text="w" * 20_000), 1500)),
-    "a body with trailers": post(pieces(chat(text="w" * 2_000), 1500), trailers="x-checksum: 1\r\n"),
-    "a gzipped body": post(gzip.compress(chat(), mtime=0), content_encoding="gzip"),
-    "an answer of 2 MB": post(chat("long")),
-    "completions": post(b'{"model":"spy","prompt":"yes?"}', "/v1/completions"),
-    "embeddings": post(b'{"model":"spy","input":"yes?"}', "/v1/embeddings"),
-    "messages": post(chat(max_tokens=9), "/v1/messages"),
-    "responses": post(b'{"model":"spy","input":"yes?"}', "/v1/responses"),
-    "rerank": post(b'{"model":"spy","query":"yes?","documents":["a"]}', "/v1/rerank"),
-    "a trailing slash": post(chat(), "/v1/chat/completions/"),
-    "a query": post(chat(), "/v1/chat/completions?a=b"),
-    "a redirect of the engine": post(chat("redirect")),
-    "a refusal of the engine": post(chat("refuse")),
-    "an engine that is full": post(chat("busy")),
-    "a limit of the engine": post(chat("limit")),
-    "an unknown model": post(chat(model="none")),
-    "an unknown path": post(chat(), "/v1/none"),
-    "malformed JSON": post(b'{"model":'),
-    "no body": post(b""),
-    "no JSON": post(b"x" * 200),
-    "a refused field": post(chat(bootstrap_room=1)),
-    "stripped fields and headers": post(chat(priority=1), x_vllm_priority="1", x_data_parallel_rank="0"),
-    "headers without effect": post(chat(), x_quorate_policy="random", x_quorate_select="a=b"),
-    "a header of the gateway's": post(chat(), x_gateway_destination_endpoint="127.0.0.1:1"),
-    "a wrong method": get_of("/v1/chat/completions"),
-    "models": get_of("/v1/models"),
-    "a model": get_of("/v1/models/spy"),
-    "an unknown model's page": get_of("/v1/models/none"),
-    "the head of models": get_of("/v1/models", "HEAD"),
-    "an unknown encoding": post(chat(), content_encoding="br"),
-    "an unknown expectation": post(chat(), expect="miracles"),
-    "an unknown key": post(chat(), authorization="Bearer qk-0123456789abcdef0123456789abcdef"),
-    "an engine's key": post(chat(), authorization="Bearer sk-of-the-engine"),
-    "the first of a limited user": post(chat(), x_quorate_user="limited-MODE"),
-    "the second of a limited user": post(chat(), x_quorate_user="limited-MODE"),
-    "an engine at a name": post(chat(model="named")),
-    "an engine below a path": post(chat(model="below")),
-    "a stored response": get_of("/v1/responses/resp_1"),
-    "an end in mid-stream": post(chat("cut", stream=True)),
-    "an end in mid-answer": post(chat("half")),
-    "a preflight": (
-        "OPTIONS",
-        "/v1/chat/completions",
-        {"origin": "http://a", "access-control-request-method": "POST"},
-        None,
-    ),
+    200: {
+        "an answer": post(chat()),
+        "a stream": post(chat("stream", stream=True)),
+        "a stream with usage": post(chat("stream", stream=True, stream_options={"include_usage": True})),
+        "a stream with trailers": post(chat("trailers", stream=True)),
+        "a prompt of 32 KB": post(chat(text="w" * 32_000)),
+        "a prompt of 400 KB": post(chat(text="w" * 400_000)),
+        "a prompt of 3 MB": post(chat(text="w" * 3_000_000)),
+        "a body in chunks": post(pieces(chat(text="w" * 20_000), 1500)),
+        "a body with trailers": post(pieces(chat(text="w" * 2_000), 1500), trailers="x-checksum: 1\r\n"),
+        "a gzipped body": post(gzip.compress(chat(), mtime=0), content_encoding="gzip"),
+        "an answer of 2 MB": post(chat("long")),
+        "completions": post(b'{"model":"spy","prompt":"yes?"}', "/v1/completions"),
+        "embeddings": post(b'{"model":"spy","input":"yes?"}', "/v1/embeddings"),
+        "messages": post(chat(max_tokens=9), "/v1/messages"),
+        "responses": post(b'{"model":"spy","input":"yes?"}', "/v1/responses"),
+        "rerank": post(b'{"model":"spy","query":"yes?","documents":["a"]}', "/v1/rerank"),
+        "a trailing slash": post(chat(), "/v1/chat/completions/"),
+        "a query": post(chat(), "/v1/chat/completions?a=b"),
+        "stripped fields and headers": post(chat(priority=1), x_vllm_priority="1", x_data_parallel_rank="0"),
+        "headers without effect": post(chat(), x_quorate_policy="random", x_quorate_select="a=b"),
+        "an endpoint that the client names": post(chat(), x_gateway_destination_endpoint="127.0.0.1:1"),
+        "a key of the cluster": post(chat(), authorization="Bearer A_KEY"),
+        "a key of the engine": post(chat(), authorization="Bearer sk-of-the-engine"),
+        "the first of a limited user": post(chat(), x_quorate_user="limited-MODE"),
+        "models": get_of("/v1/models"),
+        "a model": get_of("/v1/models/spy"),
+        "the head of models": get_of("/v1/models", "HEAD"),
+        "an engine at a name": post(chat(model="named")),
+        "an engine below a path": post(chat(model="below")),
+        "an end in mid-stream": post(chat("cut", stream=True)),
+    },
+    400: {
+        "a refusal of the engine": post(chat("refuse")),
+        "malformed JSON": post(b'{"model":'),
+        "no body": post(b""),
+        "no JSON": post(b"x" * 200),
+        "a refused field": post(chat(bootstrap_room=1)),
+    },
+    401: {"a forged key": post(chat(), authorization="Bearer FORGED")},
+    404: {
+        "an unknown model": post(chat(model="none")),
+        "an unknown model's page": get_of("/v1/models/none"),
+        "an unknown path": post(chat(), "/v1/none"),
+        "a stored response": get_of("/v1/responses/resp_1"),
+    },
+    405: {
+        "a wrong method": get_of("/v1/chat/completions"),
+        "a preflight": ("OPTIONS", "/v1/chat/completions", PREFLIGHT, None),
+    },
+    415: {"an unknown encoding": post(chat(), content_encoding="br")},
+    417: {"an unknown expectation": post(chat(), expect="miracles")},
+    429: {
+        "a limit of the engine": post(chat("limit")),
+        "the second of a limited user": post(chat(), x_quorate_user="limited-MODE"),
+    },
+    502: {
+        "a redirect of the engine": post(chat("redirect")),
+        "an end in mid-answer": post(chat("half")),
+    },
+    503: {"an engine that is full": post(chat("busy"))},
 }
 
 
@@ -229,12 +241,13 @@ def with_endpoints(cluster, name, some):
 class Seen:
     """What a way made of a request: the answer, and what the engine saw."""
 
-    def __init__(self, spies, address, request, way):
+    def __init__(self, spies, address, request, way, words):
         for spy in spies:
             spy.seen.clear()
         method, path, headers, body = request
         told = {"connection": "close", "x-request-id": f"id-of-{way}", **headers}
-        told = {name: value.replace("MODE", way) for name, value in told.items()}
+        for word, value in {"MODE": way, **words}.items():
+            told = {name: text.replace(word, value) for name, text in told.items()}
         self.answer = send(address, request_bytes(method, path, told, body), method)
         self.seen = [told for spy in spies for told in spy.seen]
         self.way = way
@@ -262,13 +275,16 @@ class Seen:
 def run(stand, spies):
     """Sends the table through all modes, and raises with all differences."""
     addresses = envoy_of_modes(stand, spies)
+    key = stand.admin(1, "/admin/v1/keys", {"user": "ada"}, "POST")["secret"]
+    words = {"A_KEY": key, "FORGED": key[:-4] + ("aaaa" if key[-4:] != "aaaa" else "bbbb")}
     wrong, equal = {}, 0
-    for name, request in REQUESTS.items():
-        expected = Seen(spies, stand.replicas[0][0], request, "data-port").compared()
+    for status, name, request in ((status, *row) for status, rows in REQUESTS.items() for row in rows.items()):
+        expected = Seen(spies, stand.replicas[0][0], request, "data-port", words).compared()
+        check(expected["status"] == status, f"{name}, at the data port: {short(expected)}")
         for nth, mode in enumerate(MODES):
             if (name, mode) in DEADLOCKS:
                 continue
-            seen = Seen(spies, addresses[mode], request, f"mode{nth}")
+            seen = Seen(spies, addresses[mode], request, f"mode{nth}", words)
             if name not in DIFFERENT:
                 told = [
                     f"{what}: {short(value)}; at the data port: {short(expected[what])}"
@@ -281,7 +297,7 @@ def run(stand, spies):
             for difference in told:
                 wrong.setdefault(f"{name}: {difference}", []).append(mode)
     for _ in range(REFUSALS):
-        seen = Seen(spies, addresses["refused"], REQUESTS["an answer"], "refused")
+        seen = Seen(spies, addresses["refused"], REQUESTS[200]["an answer"], "refused", {})
         if seen.seen or seen.answer.status != 503 or seen.answer.body:
             wrong.setdefault(f"STREAMED without a further setting is not refused: {short(seen.compared())}", []).append(
                 "that mode"
