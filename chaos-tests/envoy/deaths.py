@@ -8,7 +8,8 @@ import signal
 import threading
 
 from http1 import ask
-from stand import BALANCER, ENGINES, GATEWAY, REPLICAS, Failed, check
+from stand import BALANCER, ENGINES, GATEWAY, REPLICAS, Failed, another, check, ext_proc
+from table import modes
 
 CLIENTS = 30
 # Answers to wait for before something happens, and after.
@@ -179,6 +180,8 @@ def frozen(stand, load, what, victim):
 def pickers(stand, _):
     """Pickers die behind a gateway."""
     config, port = stand.example(GATEWAY)
+    fails_open, open_port = another(config, "fails open")
+    ext_proc(fails_open).update(modes("BUFFERED", "BUFFERED", failure_mode_allow=True))
     stand.start_envoy("envoy-as-shipped", config)
     with Load(stand, f"127.0.0.1:{port}") as load:
         killed(stand, load, "kill of the leader's picker", [stand.leader()], STREAMS)
@@ -188,17 +191,19 @@ def pickers(stand, _):
         killed(stand, load, "two of three pickers dead", followers(stand), STREAMS)
     queued(stand, f"127.0.0.1:{port}")
     stand.wait_quiet()
-    nobody(stand, f"127.0.0.1:{port}")
+    nobody(stand, [f"127.0.0.1:{port}", f"127.0.0.1:{open_port}"])
 
 
-def nobody(stand, address):
-    """Without a picker, no request reaches an engine, not even one that its client names."""
+def nobody(stand, addresses):
+    """Without a picker, no request reaches an engine, not even one that its client names, and where Envoy goes on."""
     all_of_them = stand.running()
     kill(stand, all_of_them)
     engine = stand.engines["engine-1"]["url"].removeprefix("http://")
     headers = {"content-type": "application/json", "x-gateway-destination-endpoint": engine}
-    answer = ask(address, "POST", "/v1/chat/completions", headers, b'{"model":"emulated","prompt":"Is anybody there?"}')
-    check(answer.status == 503 and not answer.body, f"without a picker: {answer}")
+    body = b'{"model":"emulated","prompt":"Is anybody there?"}'
+    for address in addresses:
+        answer = ask(address, "POST", "/v1/completions", headers, body)
+        check(answer.status == 503, f"without a picker: {answer}")
     for number in all_of_them:
         stand.start_replica(number)
     stand.wait_all_ready()
