@@ -12,7 +12,7 @@ use api::proxy::picker::ext_proc::{
     BodySendMode, CommonResponse, HeaderMap, HeaderMutation, HeaderValue, HttpBody, HttpHeaders,
     Metadata, ProcessingRequest, ProcessingResponse, ProtocolConfiguration,
 };
-use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
+use api::proxy::picker::{BodyMode, Picker, PickerMetrics, PickerServer, PickerSettings};
 use api::proxy::{DrainResult, ProxySettings};
 use bytes::Bytes;
 use futures_util::stream::{self, BoxStream, Stream};
@@ -106,10 +106,18 @@ impl Listening {
         drain: CancellationToken,
         open: impl Future<Output = ()> + Send + 'static,
     ) -> Self {
+        Self::with(fleet, PickerSettings::default(), drain, open).await
+    }
+
+    async fn with(
+        fleet: &Fleet,
+        settings: PickerSettings,
+        drain: CancellationToken,
+        open: impl Future<Output = ()> + Send + 'static,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let metrics = PickerMetrics::default();
-        let settings = PickerSettings::default();
         let picker = Picker::new(Arc::clone(&fleet.proxy), settings, metrics.clone());
         let server = PickerServer::new(listener, picker, None);
         let serving = server.run_until(drain.clone(), Box::new(|| PATIENT));
@@ -128,9 +136,23 @@ impl Listening {
 
 impl ConnectedPicker {
     pub(super) async fn of(fleet: &Fleet) -> Self {
+        Self::to(Listening::of(fleet).await).await
+    }
+
+    /// Starts a picker for gateways that let it override the mode of request bodies.
+    pub(super) async fn overriding(fleet: &Fleet) -> Self {
+        let settings = PickerSettings {
+            bodies: BodyMode::Streamed,
+            ..PickerSettings::default()
+        };
+        let listening = Listening::with(fleet, settings, CancellationToken::new(), async {});
+        Self::to(listening.await).await
+    }
+
+    async fn to(listening: Listening) -> Self {
         let Listening {
             metrics, address, ..
-        } = Listening::of(fleet).await;
+        } = listening;
         let client = ExternalProcessorClient::connect(format!("http://{address}"));
         let client = client.await.unwrap();
         Self { metrics, client }
@@ -272,6 +294,7 @@ impl Talk {
     pub(super) async fn refused(&mut self) -> (i32, String) {
         match self.next().await.response {
             Some(Heard::ImmediateResponse(it)) => {
+                assert!(it.details.starts_with("quorate"), "{}", it.details);
                 let body = String::from_utf8(it.body.to_vec()).unwrap();
                 (it.status.unwrap().code, body)
             }

@@ -90,7 +90,19 @@ pub(super) fn destination(told: Option<&Struct>) -> Option<&str> {
     }
 }
 
-/// Applies a picker's changes to `headers`.
+/// Name of the pseudo-header with a request's path.
+const PATH: &str = ":path";
+
+/// Returns the path that a picker gives a request; `None` if it keeps the client's.
+pub(super) fn path(by: &HeaderMutation) -> anyhow::Result<Option<String>> {
+    let mut fields = by.set_headers.iter().flat_map(|set| &set.header);
+    let Some(field) = fields.find(|field| field.key == PATH) else {
+        return Ok(None);
+    };
+    Ok(Some(String::from_utf8(field.raw_value.to_vec())?))
+}
+
+/// Applies a picker's changes to `headers`, except for the path.
 ///
 /// # Errors
 /// If a header is invalid, or the picker requests an unsupported append action.
@@ -100,6 +112,9 @@ pub(super) fn change(headers: &mut HeaderMap, by: &HeaderMutation) -> anyhow::Re
     }
     for set in &by.set_headers {
         let field = set.header.as_ref().context("a header without a header")?;
+        if field.key == PATH {
+            continue;
+        }
         let name = HeaderName::from_bytes(field.key.as_bytes())?;
         let value = HeaderValue::from_bytes(&field.raw_value)?;
         match set.append_action() {

@@ -178,13 +178,7 @@ impl StandInGateway {
         let mut last = None;
         for nth in 0..self.pickers.len() {
             let picker = &self.pickers[(first + nth) % self.pickers.len()];
-            let mut talk = match PickerTalk::open(picker.clone(), &self.options).await {
-                Ok(talk) => talk,
-                Err(error) => {
-                    last = Some(error);
-                    continue;
-                }
-            };
+            let mut talk = PickerTalk::open(picker.clone(), &self.options);
             match talk.ask(request).await {
                 Ok(PickerDecision::Immediate(answer)) => return Ok(answer),
                 Ok(PickerDecision::Picked(picked)) => {
@@ -205,10 +199,11 @@ impl StandInGateway {
         picked: Picked,
     ) -> anyhow::Result<GatewayAnswer> {
         let mut refused = None;
+        let path = picked.path.as_ref().unwrap_or(&request.path);
         for endpoint in &picked.endpoints {
             let mut outgoing = Request::new(Full::new(picked.body.clone()));
             *outgoing.method_mut() = request.method.clone();
-            *outgoing.uri_mut() = format!("http://{endpoint}{}", request.path).parse()?;
+            *outgoing.uri_mut() = format!("http://{endpoint}{path}").parse()?;
             *outgoing.headers_mut() = picked.headers.clone();
             match self.engines.request(outgoing).await {
                 Ok(response) => {

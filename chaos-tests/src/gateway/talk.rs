@@ -14,14 +14,19 @@ use api::proxy::picker::ext_proc::{
     ProcessingResponse, ProtocolConfiguration,
 };
 use bytes::Bytes;
+use futures_util::stream::BoxStream;
+use futures_util::{FutureExt as _, StreamExt as _, TryFutureExt as _};
 use http::{HeaderMap, StatusCode, response};
 use prost_types::Struct;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Channel;
+use tonic::{Response, Status};
 
-use super::messages::{DESTINATION, change, destination, head, piece, served, subset, upload};
+use super::messages::{
+    DESTINATION, change, destination, head, path, piece, served, subset, upload,
+};
 use super::{GatewayAnswer, GatewayOptions, GatewayRequest};
 
 /// Maximum number of messages queued for a picker.
@@ -30,7 +35,7 @@ const WAITING_MAX: usize = 16;
 /// Stream to and from a picker for one request.
 pub(super) struct PickerTalk {
     say: mpsc::Sender<ProcessingRequest>,
-    heard: Streaming<ProcessingResponse>,
+    heard: BoxStream<'static, Result<ProcessingResponse, Status>>,
     options: GatewayOptions,
     /// Mode in which the request's body passes through the picker.
     requests: BodySendMode,
@@ -57,6 +62,8 @@ pub(super) enum PickerDecision {
 /// A request as it goes to an engine, and the endpoints to try in order.
 pub(super) struct Picked {
     pub(super) endpoints: Vec<SocketAddr>,
+    /// Path, if it is not the client's.
+    pub(super) path: Option<String>,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
 }
@@ -64,21 +71,29 @@ pub(super) struct Picked {
 /// A request with the picker's changes so far.
 #[derive(Default)]
 struct ChangedRequest {
+    path: Option<String>,
     headers: HeaderMap,
     beside: Option<Struct>,
     body: Vec<u8>,
 }
 
 impl PickerTalk {
-    pub(super) async fn open(
+    /// Opens a stream. The head of the picker's response comes with its first message, so an error of
+    /// the connection shows there too.
+    pub(super) fn open(
         mut picker: ExternalProcessorClient<Channel>,
         options: &GatewayOptions,
-    ) -> anyhow::Result<Self> {
+    ) -> Self {
         let (say, said) = mpsc::channel(WAITING_MAX);
-        let heard = picker.process(ReceiverStream::new(said)).await?;
-        Ok(Self {
+        let heard = async move { picker.process(ReceiverStream::new(said)).await };
+        let heard = AbortOnDropHandle::new(tokio::spawn(heard));
+        let heard = heard.map(|heard| match heard {
+            Ok(heard) => heard.map(Response::into_inner),
+            Err(error) => Err(Status::from_error(error.into())),
+        });
+        Self {
             say,
-            heard: heard.into_inner(),
+            heard: heard.try_flatten_stream().boxed(),
             options: options.clone(),
             requests: options.bodies,
             answers: options.bodies,
@@ -86,7 +101,7 @@ impl PickerTalk {
             owed: VecDeque::new(),
             whole: Vec::new(),
             is_over: false,
-        })
+        }
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -133,13 +148,13 @@ impl PickerTalk {
     }
 
     async fn hear(&mut self) -> anyhow::Result<ProcessingResponse> {
-        match self.heard.message().await {
-            Ok(Some(message)) => Ok(message),
-            Ok(None) => {
+        match self.heard.next().await {
+            Some(Ok(message)) => Ok(message),
+            None => {
                 self.is_lost = true;
                 bail!("a picker ended the stream")
             }
-            Err(status) => {
+            Some(Err(status)) => {
                 self.is_lost = true;
                 Err(status.into())
             }
@@ -398,8 +413,13 @@ impl PickerTalk {
 impl ChangedRequest {
     fn take(&mut self, common: &CommonResponse, beside: Option<Struct>) -> anyhow::Result<()> {
         if let Some(mutation) = &common.header_mutation {
-            ensure!(common.clear_route_cache, "the route is not looked up anew");
+            let names_endpoint = beside.is_some();
+            ensure!(
+                common.clear_route_cache == names_endpoint,
+                "the route is looked up anew exactly if there is an endpoint"
+            );
             change(&mut self.headers, mutation)?;
+            self.path = path(mutation)?;
             self.beside = beside;
         }
         Ok(())
@@ -408,6 +428,7 @@ impl ChangedRequest {
 
 fn picked(changed: ChangedRequest) -> anyhow::Result<Picked> {
     let ChangedRequest {
+        path,
         mut headers,
         beside,
         body,
@@ -431,6 +452,7 @@ fn picked(changed: ChangedRequest) -> anyhow::Result<Picked> {
     let endpoints: Result<_, _> = told.split(',').map(str::parse).collect();
     Ok(Picked {
         endpoints: endpoints?,
+        path,
         headers,
         body: body.into(),
     })

@@ -6,8 +6,8 @@
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use futures_util::FutureExt as _;
 use futures_util::stream::Stream;
+use futures_util::{FutureExt as _, StreamExt as _};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
@@ -19,6 +19,8 @@ pub(super) type StreamEnd = Result<(), Status>;
 /// Messages of the picker in one stream, followed by the end of the stream.
 pub struct PickerAnswers {
     messages: mpsc::Receiver<ProcessingResponse>,
+    /// First message, if it was taken before the stream was polled.
+    first: Option<ProcessingResponse>,
     /// End of the stream; `None` once sent.
     end: Option<oneshot::Receiver<StreamEnd>>,
 }
@@ -29,7 +31,21 @@ impl PickerAnswers {
         end: oneshot::Receiver<StreamEnd>,
     ) -> Self {
         let end = Some(end);
-        Self { messages, end }
+        Self {
+            messages,
+            first: None,
+            end,
+        }
+    }
+
+    /// Waits until the stream has a first message or has ended. A gateway whose picker is gone before
+    /// the head of the picker's response can send the request to another one, so that head waits too.
+    ///
+    /// # Errors
+    /// Returns the error of a stream that ends without a message.
+    pub(super) async fn begun(mut self) -> Result<Self, Status> {
+        self.first = self.next().await.transpose()?;
+        Ok(self)
     }
 }
 
@@ -37,6 +53,9 @@ impl Stream for PickerAnswers {
     type Item = Result<ProcessingResponse, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(first)));
+        }
         if let Some(message) = ready!(self.messages.poll_recv(cx)) {
             return Poll::Ready(Some(Ok(message)));
         }

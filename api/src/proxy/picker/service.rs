@@ -106,7 +106,7 @@ impl ExternalProcessor for PickerService {
     ) -> Result<Response<Self::ProcessStream>, Status> {
         let messages = request.into_inner();
         let answers = self.picker.follow(messages, self.peer.clone())?;
-        Ok(Response::new(answers))
+        Ok(Response::new(answers.begun().await?))
     }
 }
 
