@@ -276,6 +276,12 @@ pub enum ProxyError {
     /// Backends serve the model, but the gateway offers none of their endpoints.
     #[error("no backend of this model is among the endpoints that the gateway offers")]
     NoneOffered,
+    /// Backends serve the model, but none has an endpoint, and a gateway asks.
+    #[error(
+        "the URL of each backend of this model has a host name or a path; a gateway can send requests \
+         only to an address and a port"
+    )]
+    NoEndpoint,
     /// Backends are healthy, but none has the requested labels.
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
@@ -385,7 +391,9 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::Leaving => (503, "server_error", "replica_leaving"),
         ProxyError::Starting => (503, "server_error", "replica_starting"),
         ProxyError::NoneHealthy => (503, "server_error", "no_healthy_backend"),
-        ProxyError::NoneOffered => (503, "server_error", "no_endpoint_offered"),
+        ProxyError::NoneOffered | ProxyError::NoEndpoint => {
+            (503, "server_error", "no_endpoint_offered")
+        }
         ProxyError::NoneSelected => (503, "server_error", "no_backend_selected"),
         ProxyError::NoneIsolating => (503, "server_error", "no_isolating_backend"),
         ProxyError::NotSeparable => (400, "invalid_request_error", "needs_whole_backend"),
@@ -423,6 +431,7 @@ fn retry_after_s(failure: &ProxyError) -> Option<u32> {
     match failure {
         ProxyError::NoneHealthy
         | ProxyError::NoneOffered
+        | ProxyError::NoEndpoint
         | ProxyError::NoneSelected
         | ProxyError::NoneIsolating
         | ProxyError::NoPrefill

@@ -1,5 +1,7 @@
 //! Rate limiting for log lines that clients and engines could trigger without end.
 
+use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -52,9 +54,72 @@ impl LogRateLimit {
     }
 }
 
+/// Limiter that allows one line per address and period, so that one address cannot hide another.
+#[derive(Debug)]
+pub struct AddressLogLimit {
+    period: Duration,
+    /// Time of the last line about each address, and the number of lines suppressed since.
+    said: Mutex<HashMap<IpAddr, (Instant, u64)>>,
+}
+
+/// Maximum number of addresses that a limiter remembers. Lines about more are suppressed.
+const ADDRESSES_MAX: usize = 1024;
+
+impl AddressLogLimit {
+    /// Creates a limiter that allows one line per address and `period`.
+    #[must_use]
+    pub fn new(period: Duration) -> Self {
+        Self {
+            period,
+            said: Mutex::default(),
+        }
+    }
+
+    /// Decides whether a line about `address` may be written. If so, returns the number of lines
+    /// about it suppressed since the last one; `None` if this line is to be suppressed.
+    pub fn try_acquire(&self, address: IpAddr) -> Option<u64> {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if let Some((at, suppressed)) = said.get_mut(&address) {
+            if now - *at < self.period {
+                *suppressed += 1;
+                return None;
+            }
+            *at = now;
+            return Some(std::mem::take(suppressed));
+        }
+        if said.len() >= ADDRESSES_MAX {
+            said.retain(|_, (at, _)| now - *at < self.period);
+        }
+        if said.len() >= ADDRESSES_MAX {
+            return None;
+        }
+        said.insert(address, (now, 0));
+        Some(0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn one_line_per_address_and_period_is_allowed() {
+        let address = |number: u32| IpAddr::from(number.to_be_bytes());
+        let limit = AddressLogLimit::new(Duration::from_secs(60));
+        assert_eq!(limit.try_acquire(address(1)), Some(0));
+        assert_eq!(limit.try_acquire(address(1)), None);
+        assert_eq!(limit.try_acquire(address(2)), Some(0));
+        tokio::time::advance(Duration::from_secs(60)).await;
+        assert_eq!(limit.try_acquire(address(1)), Some(1));
+        let many = 3..=u32::try_from(ADDRESSES_MAX).unwrap() + 1;
+        for number in many {
+            assert_eq!(limit.try_acquire(address(number)), Some(0), "{number}");
+        }
+        assert_eq!(limit.try_acquire(address(0)), None);
+        tokio::time::advance(Duration::from_secs(60)).await;
+        assert_eq!(limit.try_acquire(address(0)), Some(0));
+    }
 
     #[tokio::test(start_paused = true)]
     async fn log_lines_per_period_are_bounded_and_the_rest_counted() {

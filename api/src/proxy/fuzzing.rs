@@ -182,7 +182,7 @@ pub fn headers(bytes: &[u8]) {
     };
     names(&mut settings, &head, &parsed);
     assert!(
-        priority(&head, 3).is_ok_and(|it| it <= 3)
+        priority(&head, 3, true).is_ok_and(|it| it <= 3)
             || head.contains_key(super::request::headers::PRIORITY)
     );
     crate::routing::fuzzing::session(&head);

@@ -36,6 +36,7 @@ mod picker_modes;
 mod picker_offers;
 mod picker_orders;
 mod picker_own_replies;
+mod picker_parity;
 mod picker_silence;
 mod picker_traces;
 mod picking;

@@ -12,8 +12,8 @@ use tonic::{Code, Status};
 use super::engine::{DONE, delta};
 use super::fleet::Fleet;
 use super::picking::{
-    CHAT, InProcessPicker, Talk, body_of, engines, head, modes, plain, reply, start, start_with,
-    upload,
+    CHAT, ConnectedPicker, InProcessPicker, Talk, body_of, engines, head, head_of, headers, modes,
+    plain, reply, start, start_with, upload,
 };
 
 const STREAMED: BodySendMode = BodySendMode::Streamed;
@@ -22,7 +22,8 @@ const BUFFERED: BodySendMode = BodySendMode::Buffered;
 #[tokio::test]
 async fn the_response_body_mode_is_sent_again() {
     let engines = engines().await;
-    let (fleet, picking) = start(&engines).await;
+    let (fleet, _) = start(&engines).await;
+    let picking = ConnectedPicker::overriding(&fleet).await;
     for answers in [STREAMED, BUFFERED] {
         let mut talk = picking.open();
         talk.say_with(head(), modes(STREAMED, answers, false)).await;
@@ -39,7 +40,8 @@ async fn the_response_body_mode_is_sent_again() {
 #[tokio::test]
 async fn a_gateway_that_ignores_modes_gets_a_configuration_hint() {
     let engines = engines().await;
-    let (fleet, picking) = start(&engines).await;
+    let (fleet, _) = start(&engines).await;
+    let picking = ConnectedPicker::overriding(&fleet).await;
     let (half, rest) = CHAT.split_at(30);
     for pieces in [[half, rest], [CHAT, ""]] {
         let mut talk = picking.open();
@@ -54,6 +56,57 @@ async fn a_gateway_that_ignores_modes_gets_a_configuration_hint() {
     }
     fleet.is_idle().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
+}
+
+#[tokio::test]
+async fn streamed_requests_are_refused_unless_overrides_are_allowed() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let mut talk = picking.open();
+    talk.say_with(head(), modes(STREAMED, STREAMED, false))
+        .await;
+    let why = talk.fails().await;
+    assert_eq!(why.code(), Code::FailedPrecondition, "{why}");
+    for setting in ["send_body_without_waiting", "picker.bodies"] {
+        assert!(why.message().contains(setting), "{why}");
+    }
+    // A request without a body needs no override.
+    let mut talk = picking.open();
+    let models = ProcessingMessage::RequestHeaders(head_of("GET", "/v1/models", true));
+    talk.say_with(models, modes(STREAMED, STREAMED, false))
+        .await;
+    assert_eq!(talk.refused().await.0, 200);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_waiting_head_keeps_no_destination_and_no_key_of_the_client() {
+    let engines = engines().await;
+    let (fleet, _) = start(&engines).await;
+    let picking = ConnectedPicker::overriding(&fleet).await;
+    let secret = api::users::api_keys::NewSecret::draw();
+    for mode in [STREAMED, BUFFERED] {
+        let mut told = head_of("POST", "/v1/chat/completions", false);
+        let bearer = format!("Bearer {}", secret.text());
+        let more = [
+            ("x-gateway-destination-endpoint", "10.9.9.9:80"),
+            ("api-key", "sk-engine"),
+            ("authorization", &*bearer),
+        ];
+        let fields = &mut told.headers.as_mut().unwrap().headers;
+        fields.extend(headers(&more).headers);
+        let mut talk = picking.open();
+        let first = ProcessingMessage::RequestHeaders(told);
+        talk.say_with(first, modes(mode, BUFFERED, false)).await;
+        let Some(Heard::RequestHeaders(it)) = talk.next().await.response else {
+            panic!("the head waits");
+        };
+        let changed = it.response.unwrap().header_mutation.unwrap();
+        let expected = ["x-gateway-destination-endpoint", "authorization"];
+        assert_eq!(changed.remove_headers, expected);
+        assert!(changed.set_headers.is_empty());
+    }
+    fleet.is_idle().await;
 }
 
 /// Sends a piece of the response's body and returns what the picker replaces it with.

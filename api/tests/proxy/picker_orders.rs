@@ -2,13 +2,16 @@
 //! that names it, and nothing is left behind in any case.
 
 use api::proxy::picker::ext_proc::processing_request::Request as Message;
-use api::proxy::picker::ext_proc::{BodySendMode, HttpHeaders, HttpTrailers, ProcessingRequest};
+use api::proxy::picker::ext_proc::{
+    BodySendMode, HeaderMap, HttpHeaders, HttpTrailers, ProcessingRequest,
+};
 use proptest::prelude::*;
 use tonic::Code;
 
 use super::fleet::eventually;
 use super::picking::{
-    CHAT, answer_of, because, engines, head, head_of, modes, piece_of, plain, start, upload,
+    CHAT, ConnectedPicker, answer_of, because, engines, head, head_of, modes, piece_of, plain,
+    start, upload,
 };
 
 /// Whose response a head is.
@@ -103,6 +106,8 @@ enum Upload {
     Whole,
     /// Whole, if the gateway obeys the picker's request.
     AskedWhole,
+    /// In pieces that wait for the reply to the head, which the picker refuses.
+    Refused,
 }
 
 /// Error that ends a stream.
@@ -112,6 +117,8 @@ enum Fault {
     OutOfTurn(&'static str),
     /// More pieces of a body that was requested whole.
     OverrideIgnored,
+    /// A body in pieces that the picker may not request whole.
+    OverrideNotAllowed,
 }
 
 /// Returns the first error; `None` if the stream ends before one is read. Derived from the protocol
@@ -125,6 +132,9 @@ fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
                 let posts = head_of("POST", "/v1/chat/completions", false).headers;
                 let (told, posts) = (head.headers.as_ref()?, posts?);
                 let is_post = told.headers[0] == posts.headers[0];
+                if upload == Upload::Refused && !head.end_of_stream && names_method(told) {
+                    return Some(Fault::OverrideNotAllowed);
+                }
                 if head.end_of_stream || !is_post {
                     return None;
                 }
@@ -201,6 +211,13 @@ fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
     None
 }
 
+/// Whether a head has a method. Without one, the request is refused at once.
+fn names_method(told: &HeaderMap) -> bool {
+    told.headers
+        .iter()
+        .any(|it| it.key == ":method" && !it.raw_value.is_empty())
+}
+
 fn name(said: &Message) -> &'static str {
     match said {
         Message::RequestHeaders(_) => "request_headers",
@@ -222,25 +239,29 @@ fn begun() -> Vec<Said> {
 fn the_first_message_out_of_order_is_named_without_leaks() {
     let runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = { runtime }.enable_all().build().unwrap();
-    let (fleet, picking) = runtime.block_on(async {
+    let (fleet, picking, overriding) = runtime.block_on(async {
         let engines = engines().await;
-        start(&engines).await
+        let (fleet, picking) = start(&engines).await;
+        let overriding = ConnectedPicker::overriding(&fleet).await;
+        (fleet, picking, overriding)
     });
     let orders = (
-        any_mode(),
+        (any_mode(), any::<bool>()),
         any::<bool>(),
         prop::collection::vec(any_message(), 0..7),
     );
     let config = ProptestConfig::with_cases(96);
-    proptest!(config, |(((requests, answers, early), is_begun, messages) in orders)| {
+    proptest!(config, |((((requests, answers, early), may_override), is_begun, messages) in orders)| {
         let start = if is_begun { begun() } else { Vec::new() };
         let messages: Vec<_> = start.into_iter().chain(messages).collect();
         let upload = match requests {
-            BodySendMode::Streamed if !early => Upload::AskedWhole,
+            BodySendMode::Streamed if !early && may_override => Upload::AskedWhole,
+            BodySendMode::Streamed if !early => Upload::Refused,
             BodySendMode::Buffered => Upload::Whole,
             _ => Upload::Pieces,
         };
         let expected = fault(upload, &messages);
+        let picking = if may_override { &overriding } else { &picking };
         let ended = runtime.block_on(async {
             let mut talk = picking.open();
             for (nth, (said, details, _)) in messages.into_iter().enumerate() {
@@ -272,6 +293,9 @@ fn the_first_message_out_of_order_is_named_without_leaks() {
             (Some(Fault::OverrideIgnored), Err(why)) => {
                 prop_assert_eq!(why.code(), Code::FailedPrecondition);
                 prop_assert!(why.message().contains("allow_mode_override"), "{}", why);
+            }
+            (Some(Fault::OverrideNotAllowed), Err(why)) => {
+                prop_assert!(why.message().contains("picker.bodies"), "{}", why);
             }
             (Some(Fault::OutOfTurn(name)), Err(why)) => {
                 prop_assert_eq!(why.code(), Code::FailedPrecondition);

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use crate::stand_in::{
     GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway, picker_channel,
 };
+use api::proxy::picker::BodyMode;
 use api::proxy::picker::ext_proc::BodySendMode;
 use tonic::Code;
 use tonic::transport::Channel;
@@ -150,7 +151,8 @@ async fn requests_count_equally_through_picker_and_data_port() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_body_mode_gives_equal_answers() {
-    let (_dir, _engines, replica, _http, at) = started_alone(1, |_| {}).await;
+    let overrides = |config: &mut Config| config.picker.bodies = BodyMode::Streamed;
+    let (_dir, _engines, replica, _http, at) = started_alone(1, overrides).await;
     // With waiting streamed bodies, the gateway is asked for whole bodies.
     for (bodies, waits_for_heads) in [
         (BodySendMode::FullDuplexStreamed, false),
@@ -173,6 +175,12 @@ async fn every_body_mode_gives_equal_answers() {
         let text = String::from_utf8(answer.body.to_vec()).unwrap();
         assert!(text.ends_with("data: [DONE]\n\n"), "{bodies:?}: {text}");
         assert!(!text.contains("usage"), "nobody asked: {text}");
+        let slashed = GatewayRequest {
+            path: "/v1/chat/completions/".to_owned(),
+            ..turn("ada", 2, false)
+        };
+        let answer = gateway.send(&slashed).await.unwrap();
+        assert_eq!(answer.status, StatusCode::OK, "{bodies:?}");
         let models = GatewayRequest {
             method: Method::GET,
             path: "/v1/models".to_owned(),

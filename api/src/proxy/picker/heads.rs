@@ -3,12 +3,13 @@
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, EXPECT, HOST, VIA};
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, Version};
 
+use super::DESTINATION;
 use super::ext_proc::header_value_option::HeaderAppendAction;
 use super::ext_proc::{self, HeaderMutation, HeaderValueOption, HttpHeaders};
 use crate::error::ProxyError;
-use crate::proxy::request::headers::{FORWARDED_FOR, is_hop_by_hop};
+use crate::proxy::request::headers::{FORWARDED_FOR, carries_cluster_key, is_hop_by_hop};
 use crate::proxy::request::request_body::bad_request;
 use crate::proxy::settings::ProxyLimits;
 
@@ -123,6 +124,33 @@ pub(super) fn set(mutation: &mut HeaderMutation, name: &HeaderName, value: &Head
     mutation.set_headers.push(option(name, value, replaces));
 }
 
+/// Returns the mutation that removes what no engine may get from a client, should the gateway go on
+/// without this replica: a destination of the client's own, and keys of the cluster. Returns `None`
+/// if there is none.
+pub(super) fn withheld(headers: &HeaderMap) -> Option<HeaderMutation> {
+    let is_withheld = |(name, value): &(&HeaderName, &HeaderValue)| {
+        *name == DESTINATION || carries_cluster_key(name, value)
+    };
+    let mut names: Vec<_> = { headers.iter() }
+        .filter(is_withheld)
+        .map(|(name, _)| name.as_str().to_owned())
+        .collect();
+    names.dedup();
+    (!names.is_empty()).then_some(HeaderMutation {
+        remove_headers: names,
+        set_headers: Vec::new(),
+    })
+}
+
+/// Replaces the path of a request.
+pub(super) fn set_path(mutation: &mut HeaderMutation, path: &Uri) {
+    let replaces = HeaderAppendAction::OverwriteIfExistsOrAdd;
+    let path = path.to_string();
+    mutation
+        .set_headers
+        .push(field(":path", path.as_bytes(), replaces));
+}
+
 /// Adjusts a request's declared body length to `bytes`. Without a declared length, adds none.
 pub(super) fn set_length(mutation: &mut HeaderMutation, from: &HeaderMap, bytes: u64) {
     mutation
@@ -135,11 +163,15 @@ pub(super) fn set_length(mutation: &mut HeaderMutation, from: &HeaderMap, bytes:
 }
 
 fn option(name: &HeaderName, value: &HeaderValue, action: HeaderAppendAction) -> HeaderValueOption {
+    field(name.as_str(), value.as_bytes(), action)
+}
+
+fn field(name: &str, value: &[u8], action: HeaderAppendAction) -> HeaderValueOption {
     HeaderValueOption {
         header: Some(ext_proc::HeaderValue {
-            key: name.as_str().to_owned(),
+            key: name.to_owned(),
             value: String::new(),
-            raw_value: Bytes::copy_from_slice(value.as_bytes()),
+            raw_value: Bytes::copy_from_slice(value),
         }),
         append_action: action.into(),
     }

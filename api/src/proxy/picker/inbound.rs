@@ -67,6 +67,16 @@ pub(super) fn out_of_turn(request: &Request, when: &str) -> StreamHalt {
     )))
 }
 
+/// Returns the halt for a gateway that would send a request's head to an engine before it has the
+/// endpoints, unless it allows overrides, which it does not say.
+pub(super) fn override_not_allowed() -> StreamHalt {
+    StreamHalt::Broken(Status::failed_precondition(
+        "request_body_mode is STREAMED: set send_body_without_waiting_for_header_response at the \
+         gateway, or request_body_mode FULL_DUPLEX_STREAMED or BUFFERED; or set allow_mode_override \
+         there and picker.bodies = \"streamed\" here",
+    ))
+}
+
 /// Returns the halt for a gateway that sends a body in pieces although it was asked for the whole.
 pub(super) fn override_ignored() -> StreamHalt {
     StreamHalt::Broken(Status::failed_precondition(

@@ -42,6 +42,7 @@ mod stream;
 mod stream_meter;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::HeaderName;
 use schemars::JsonSchema;
@@ -54,6 +55,7 @@ pub use metrics::{PickedOutcome, PickerMetrics, ServedBy};
 pub use server::{PickerServer, PickerTls};
 
 use super::Proxy;
+use crate::base::log_rate_limit::AddressLogLimit;
 
 /// Generated messages, client and server of Envoy's external processing.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
@@ -86,8 +88,17 @@ pub struct PickerSettings {
     #[default(2)]
     pub endpoints_max: u32,
     /// How gateways send bodies if they do not say: `full-duplex-streamed`, `streamed` or
-    /// `buffered`.
+    /// `buffered`. `streamed` also says that gateways let the picker override the mode (Envoy's
+    /// `allow_mode_override`); without it, bodies in mode `STREAMED` that wait for the reply to
+    /// their head are refused.
     pub bodies: BodyMode,
+}
+
+impl PickerSettings {
+    /// Whether gateways that stream requests let the picker ask for a whole body.
+    fn allows_overrides(&self) -> bool {
+        self.bodies == BodyMode::Streamed
+    }
 }
 
 /// Modes in which a gateway sends bodies.
@@ -117,11 +128,16 @@ pub enum BodyMode {
     Buffered,
 }
 
+/// Minimum interval between warnings about one gateway's connections.
+const MISMATCH_PERIOD: Duration = Duration::from_secs(60);
+
 /// State that all streams of a picker share.
 pub struct Picker {
     proxy: Arc<Proxy>,
     settings: PickerSettings,
     metrics: PickerMetrics,
+    /// Limiter of warnings about gateways whose connections do not fit this listener.
+    mismatches: AddressLogLimit,
     /// Tasks of the streams, one per stream.
     tasks: TaskTracker,
 }
@@ -134,6 +150,7 @@ impl Picker {
             proxy,
             settings,
             metrics,
+            mismatches: AddressLogLimit::new(MISMATCH_PERIOD),
             tasks: TaskTracker::new(),
         }
     }

@@ -50,16 +50,20 @@ impl PickerMessages {
         self.put(message).await
     }
 
-    /// Lets a request's head pass and asks for its body in one piece. A gateway takes both modes
-    /// from this message, so it repeats the mode of `answers`.
-    pub(super) async fn ask_for_whole(&self, answers: BodyMode) -> Result<(), StreamHalt> {
+    /// Lets a request's head pass without `withheld`, and asks for its body in one piece. A gateway
+    /// takes both modes from this message, so it repeats the mode of `answers`.
+    pub(super) async fn ask_for_whole(
+        &self,
+        answers: BodyMode,
+        withheld: Option<HeaderMutation>,
+    ) -> Result<(), StreamHalt> {
         let answers = match answers {
             BodyMode::Duplex => BodySendMode::FullDuplexStreamed,
             BodyMode::Streamed | BodyMode::StreamedEarly => BodySendMode::Streamed,
             BodyMode::Buffered => BodySendMode::Buffered,
         };
         let message = ProcessingResponse {
-            response: Some(Reply::RequestHeaders(HeadersResponse::default())),
+            response: Some(request_head_waits(withheld)),
             dynamic_metadata: None,
             mode_override: Some(ProcessingMode {
                 request_body_mode: BodySendMode::Buffered.into(),
@@ -146,6 +150,17 @@ fn changed(mutation: Mutation, headers: Option<HeaderMutation>) -> CommonRespons
     }
 }
 
+/// Returns the reply to a request's head that lets it wait for its body, without `withheld`.
+pub(super) fn request_head_waits(withheld: Option<HeaderMutation>) -> Reply {
+    Reply::RequestHeaders(HeadersResponse {
+        response: withheld.map(|header_mutation| CommonResponse {
+            header_mutation: Some(header_mutation),
+            body_mutation: None,
+            clear_route_cache: false,
+        }),
+    })
+}
+
 /// Returns the reply to a request's head, with a new route lookup.
 pub(super) fn request_head(headers: HeaderMutation) -> Reply {
     Reply::RequestHeaders(HeadersResponse {
@@ -178,8 +193,9 @@ pub(super) fn answer_trailers() -> Reply {
     Reply::ResponseTrailers(TrailersResponse::default())
 }
 
-/// Returns the message that makes the gateway send a response of the router to the client.
-pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Reply {
+/// Returns the message that makes the gateway send a response of the router to the client. `details`
+/// is the reason in the gateway's access log.
+pub(super) fn immediate(answer: Response<Bytes>, details: String) -> Reply {
     let (head, body) = answer.into_parts();
     Reply::ImmediateResponse(ImmediateResponse {
         status: Some(HttpStatus {
@@ -187,6 +203,6 @@ pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Reply {
         }),
         headers: Some(heads::mutation(&http::HeaderMap::new(), &head.headers)),
         body,
-        details: details.to_owned(),
+        details,
     })
 }

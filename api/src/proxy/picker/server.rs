@@ -1,6 +1,7 @@
 //! The picker's listener: accepts connections of gateways, serves gRPC on them with or without TLS,
 //! and drains.
 
+use std::error::Error;
 use std::io::{self, Cursor};
 use std::net::IpAddr;
 use std::pin::pin;
@@ -134,8 +135,10 @@ impl PickerServer {
     }
 }
 
-/// Length of the HTTP/2 connection preface, in bytes.
-const PREFACE_BYTES: usize = 24;
+/// HTTP/2 connection preface.
+const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// First bytes of a TLS handshake: its type, and the major version of all TLS records.
+const TLS_HANDSHAKE: [u8; 2] = [22, 3];
 
 /// Waits for the HTTP/2 preface, for which hyper has no timer, and returns a stream that begins
 /// with it. From then on, pings detect dead peers.
@@ -143,10 +146,25 @@ async fn greeting<S: AsyncRead + AsyncWrite>(
     stream: S,
 ) -> io::Result<impl AsyncRead + AsyncWrite + Unpin> {
     let (mut reader, writer) = tokio::io::split(stream);
-    let mut preface = [0; PREFACE_BYTES];
+    let mut preface = [0; PREFACE.len()];
     reader.read_exact(&mut preface).await?;
+    if preface != *PREFACE {
+        let why = match preface.starts_with(&TLS_HANDSHAKE) {
+            true => "the gateway uses TLS, and this port does not",
+            false => "the gateway does not use HTTP/2",
+        };
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+    }
     let whole = Cursor::new(preface).chain(reader);
     Ok(tokio::io::join(whole, writer))
+}
+
+/// Whether a connection failed because the gateway's protocol or certificate is not the expected.
+fn is_mismatch(error: &tls::TlsAcceptError) -> bool {
+    match error {
+        tls::TlsAcceptError::Clear => true,
+        tls::TlsAcceptError::Handshake(error) => error.kind() == io::ErrorKind::InvalidData,
+    }
 }
 
 /// A connection from a gateway.
@@ -193,7 +211,7 @@ impl GatewayConnection {
         let stream = match greeted {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
-                tracing::debug!(peer = %self.peer, %error, "gateway's connection ended");
+                self.failed(&error);
                 return;
             }
             Err(_) => return,
@@ -211,6 +229,26 @@ impl GatewayConnection {
         };
         if let Err(error) = ended {
             tracing::debug!(peer = %self.peer, %error, "gateway's connection ended");
+        }
+    }
+
+    /// Logs why a connection ended before it was used: as a warning, once a minute per address, if
+    /// the gateway and this listener do not fit together. Health checks by TCP just close theirs.
+    fn failed(&self, error: &tls::TlsAcceptError) {
+        let peer = self.peer;
+        let suppressed = is_mismatch(error).then(|| self.picker.mismatches.try_acquire(peer));
+        let error: &(dyn Error + 'static) = match error {
+            tls::TlsAcceptError::Handshake(error) => error,
+            error => error,
+        };
+        match suppressed.flatten() {
+            None => tracing::debug!(%peer, error, "gateway's connection ended"),
+            Some(suppressed) => tracing::warn!(
+                %peer,
+                error,
+                suppressed,
+                "a gateway cannot connect to listen.picker: check tls.picker and the gateway's TLS"
+            ),
         }
     }
 

@@ -14,21 +14,23 @@ use tonic::Status;
 
 use super::answered::{AnswerHead, SentOffer};
 use super::answers::StreamEnd;
-use super::ext_proc::HeadersResponse;
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::processing_response::Response as Reply;
-use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored};
+use super::inbound::{
+    GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored, override_not_allowed,
+};
 use super::metrics::PickedOutcome;
 use super::offer::EndpointOffer;
 use super::outbound::{
-    BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers, untaken,
+    BodyOf, PickerMessages, answer_head, immediate, request_head, request_head_waits,
+    request_trailers, untaken,
 };
 use super::own_reply::GatewayReply;
 use super::relayed_answer::RelayedAnswer;
 use super::stream_meter::StreamMeter;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::admission::AdmissionTry;
-use crate::error::ProxyError;
+use crate::error::{ProxyError, rescue};
 use crate::proxy::answer::{Intake, failed, local};
 use crate::proxy::forward::attempt::{AttemptError, OutgoingRequest, PendingAttempt};
 use crate::proxy::forward::blame::report_status;
@@ -73,6 +75,8 @@ struct StreamAccounting {
 /// Content of a stream's first message.
 struct StreamOpening {
     head: Parts,
+    /// Whether the path lost a slash at its end.
+    is_unslashed: bool,
     is_bodiless: bool,
     endpoints: OfferedEndpoints,
     /// Trace of the request; `None` without tracing.
@@ -137,6 +141,7 @@ impl PickerStream {
             return Ok(());
         };
         let request_metrics = accounting.request_metrics.take();
+        let mut details = "quorate".to_owned();
         let response = match (halt, request_metrics) {
             (StreamHalt::Broken(why), _) => {
                 meter.outcome = PickedOutcome::Broken;
@@ -144,6 +149,7 @@ impl PickerStream {
             }
             (StreamHalt::Refused(failure), Some(request_metrics)) => {
                 let failure = proxy.readiness_gate.doubt(failure);
+                details = format!("quorate{{{}}}", rescue(&failure).code);
                 failed(
                     &failure,
                     accounting.dialect,
@@ -176,7 +182,7 @@ impl PickerStream {
             (accounting.dialect, accounting.id),
             told,
         );
-        ended(self.out.send(immediate(response, "quorate")).await)
+        ended(self.out.send(immediate(response, details)).await)
     }
 
     /// Lets the gateway's own response pass.
@@ -194,6 +200,7 @@ impl PickerStream {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
         let (opening, modes) = self.open(accounting).await?;
+        let is_unslashed = opening.is_unslashed;
         let mut held = proxy.held_body();
         let (proxied, upload) = self.take_in(opening, modes, &mut held, accounting).await?;
         let (mut sending, wanted) = prepare(proxy, &proxied, accounting.request_metrics())?;
@@ -205,7 +212,10 @@ impl PickerStream {
         sending.first_byte_by = sent_at + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
         let pending = PendingAttempt::of(attempt);
-        let offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
+        let mut offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
+        if is_unslashed {
+            heads::set_path(&mut offer.headers, &sending.uri);
+        }
         // Without this limit, a gateway that accepts each message late could block for hours.
         let told = timeout_at(sending.first_byte_by, self.tell(&offer, upload)).await;
         told.unwrap_or_else(|_| Err(untaken()))?;
@@ -263,9 +273,9 @@ impl PickerStream {
         accounting.request_metrics = Some(RequestMetricsGuard::open(&proxy.metrics, None));
         let limits = **proxy.limits.load();
         let mut head = heads::request(&told, &limits)?;
-        if let Some(uri) = unslashed(&head.uri) {
-            head.uri = uri;
-        }
+        let unslashed = unslashed(&head.uri);
+        let is_unslashed = unslashed.is_some();
+        head.uri = unslashed.unwrap_or(head.uri);
         accounting.id = request_id(&head.headers);
         accounting.dialect = Dialect::of(head.uri.path());
         accounting.ignored = proxy.requests.ignored(&head.headers);
@@ -281,6 +291,7 @@ impl PickerStream {
         accounting.request_metrics().traces(trace.clone());
         let opening = StreamOpening {
             head,
+            is_unslashed,
             is_bodiless: told.end_of_stream,
             endpoints: metadata::offered(message.metadata.as_ref()),
             trace,
@@ -365,10 +376,16 @@ impl PickerStream {
         if !is_bodiless {
             match modes.requests {
                 BodyMode::Duplex | BodyMode::StreamedEarly => {}
-                BodyMode::Streamed => self.out.ask_for_whole(modes.answers).await?,
+                BodyMode::Streamed if !self.picker.settings.allows_overrides() => {
+                    return Err(override_not_allowed());
+                }
+                BodyMode::Streamed => {
+                    let withheld = heads::withheld(&opening.head.headers);
+                    self.out.ask_for_whole(modes.answers, withheld).await?;
+                }
                 BodyMode::Buffered => {
-                    let passes = Reply::RequestHeaders(HeadersResponse::default());
-                    self.out.send(passes).await?;
+                    let withheld = heads::withheld(&opening.head.headers);
+                    self.out.send(request_head_waits(withheld)).await?;
                 }
             }
         }
@@ -415,7 +432,12 @@ impl PickerStream {
             admitted = admit(proxy, proxied, (&excluded, AdmissionTry::First)) => admitted,
             halt = self.inbound.gone(may_go_on) => return Err(halt),
         };
-        let (decision, mut attempt) = admitted?;
+        let (decision, mut attempt) = admitted.map_err(|why| match why {
+            ProxyError::NoneOffered if proxied.endpoints == Some(OfferedEndpoints::All) => {
+                ProxyError::NoEndpoint
+            }
+            why => why,
+        })?;
         request_metrics.routed(arrived.elapsed());
         attempt.set_hidden_output(hidden(&proxied.parsed).filter(|_| !proxied.parsed.stream));
         Ok((decision, attempt))

@@ -20,6 +20,7 @@ use super::encoding::BodyEncoding;
 use super::headers::client_request_id;
 use super::identify::{
     Client, IdentifiedUser, RequestOrigin, UserSource, check_key, client_address, identify,
+    is_trusted,
 };
 use super::request_body::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
@@ -287,7 +288,8 @@ impl RequestReader {
         let identified = identify(&self.settings, hashing, &client, &request.parsed);
         let IdentifiedUser { name, source } = identified?;
         check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
-        let priority = priority(headers, self.settings.priority_max)?;
+        let is_trusted = is_trusted(&self.settings, head.origin);
+        let priority = priority(headers, self.settings.priority_max, is_trusted)?;
         let isolation = self.isolate(head.path, &name, &mut request, body).await?;
         // Tokenize once, from the body that the engine receives.
         let ReadRequest {

@@ -5,6 +5,7 @@
 //! | `x-request-timeout` | seconds (`2.5`), or with a unit: `250ms`, `30s`, `2m` | clients, on purpose |
 //! | `x-envoy-expected-rq-timeout-ms` | milliseconds | Envoy |
 //! | `x-stainless-timeout`, `x-stainless-read-timeout` | seconds | OpenAI's and Anthropic's SDKs |
+//! | `x-llm-d-slo-ttft-ms` | milliseconds | clients of llm-d |
 //! | `grpc-timeout` | digits and one of `H M S m u n` | gRPC gateways |
 //!
 //! The shortest deadline counts. Unreadable values and 0 are ignored: the headers belong to other
@@ -17,9 +18,12 @@ use http::HeaderMap;
 /// Name of a header, and the parser of its value.
 type HeaderReader = (&'static str, fn(&str) -> Option<Duration>);
 
-const READINGS: [HeaderReader; 5] = [
+const READINGS: [HeaderReader; 6] = [
     ("x-request-timeout", with_unit),
     ("x-envoy-expected-rq-timeout-ms", |text| {
+        text.parse().ok().map(Duration::from_millis)
+    }),
+    ("x-llm-d-slo-ttft-ms", |text| {
         text.parse().ok().map(Duration::from_millis)
     }),
     ("x-stainless-timeout", seconds),
@@ -103,6 +107,7 @@ mod tests {
             ("x-request-timeout", "30s", 30_000),
             ("x-request-timeout", "2m", 120_000),
             ("x-envoy-expected-rq-timeout-ms", "1500", 1500),
+            ("x-llm-d-slo-ttft-ms", "800", 800),
             ("x-stainless-timeout", "600", 600_000),
             ("x-stainless-read-timeout", "600.0", 600_000),
             ("grpc-timeout", "5S", 5000),

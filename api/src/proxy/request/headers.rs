@@ -35,6 +35,8 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 /// Header with a request's priority among waiting requests.
 pub(in crate::proxy) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
+/// Header with a request's objective in the Gateway API Inference Extension.
+pub(super) const OBJECTIVE: HeaderName = HeaderName::from_static("x-gateway-inference-objective");
 
 /// Prefix of headers that only Quorate sets. Headers of an engine that have it are not relayed.
 const OWN_PREFIX: &str = "x-quorate-";
@@ -107,6 +109,15 @@ fn has_cluster_key(value: &HeaderValue) -> bool {
     last.is_some_and(is_of_cluster)
 }
 
+fn is_credential(name: &HeaderName) -> bool {
+    [&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name)
+}
+
+/// Whether the header is a key of the cluster, which no engine may see.
+pub(in crate::proxy) fn carries_cluster_key(name: &HeaderName, value: &HeaderValue) -> bool {
+    is_credential(name) && has_cluster_key(value)
+}
+
 /// Returns the headers for the request to the engine. The sender adds the body's length.
 pub(in crate::proxy) fn toward_engine(
     client: &HeaderMap,
@@ -119,8 +130,8 @@ pub(in crate::proxy) fn toward_engine(
     for (name, value) in client {
         let is_dropped = is_hop_by_hop(name)
             || NOT_FORWARDED.contains(name)
-            || ([&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name)
-                && (!forward_credentials || has_cluster_key(value)))
+            || (is_credential(name) && !forward_credentials)
+            || carries_cluster_key(name, value)
             || hop.strip.is_stripped(name)
             || (names_fields && is_named(client, name));
         if !is_dropped {

@@ -128,6 +128,9 @@ pub(in crate::proxy) struct IdentifiedUser {
 ///
 /// A user given for `explain` takes precedence, then the user of a key of the cluster.
 ///
+/// From a trusted proxy, a gateway's fairness id stands in for a header in `users.identify_by` that
+/// the request lacks.
+///
 /// A bare name is one that a key or a trusted proxy vouches for. A client's own claims get the
 /// prefix `header:` or `body:`, so that no client can take another user's name. They count only if
 /// no keys are checked.
@@ -168,7 +171,10 @@ pub(in crate::proxy) fn identify<'a>(
         let found = match place {
             IdentifyBy::ApiKey => by_key(),
             IdentifyBy::Header(field) => match header_text(headers, field) {
-                None => None,
+                None => match fairness_id(settings, client)? {
+                    Some(by_gateway) => return Ok(by_gateway),
+                    None => None,
+                },
                 Some(name) if is_trusted(settings, origin) => Some(vouched(name, field.as_str())?),
                 Some(_) if are_checked => None,
                 Some(name) => Some(claimed(SAID_IN_HEADER, name, field.as_str())?),
@@ -189,6 +195,9 @@ pub(in crate::proxy) fn identify<'a>(
     })
 }
 
+/// Header with the user in the Gateway API Inference Extension.
+const FAIRNESS_ID: HeaderName = HeaderName::from_static("x-gateway-inference-fairness-id");
+
 /// Prefix of names that clients claim for themselves in a header.
 const SAID_IN_HEADER: &str = "header:";
 /// Prefix of names that clients claim for themselves in the body.
@@ -199,8 +208,24 @@ fn header_text<'a>(headers: &'a HeaderMap, field: &HeaderName) -> Option<&'a str
     Some(value.trim()).filter(|value| !value.is_empty())
 }
 
+/// Returns the user that a gateway of the Gateway API Inference Extension names; `None` if it names
+/// none, or is not trusted.
+fn fairness_id<'a>(
+    settings: &ProxySettings,
+    client: &Client<'a>,
+) -> Result<Option<IdentifiedUser>, ProxyError> {
+    let named = header_text(client.headers, &FAIRNESS_ID);
+    let Some(name) = named.filter(|_| is_trusted(settings, client.origin)) else {
+        return Ok(None);
+    };
+    Ok(Some(IdentifiedUser {
+        name: UserName::bounded(vouched(name, FAIRNESS_ID.as_str())?),
+        source: UserSource::Identified(IdentifyBy::Header(FAIRNESS_ID)),
+    }))
+}
+
 /// Whether the request's origin may name users.
-fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
+pub(super) fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
     match origin {
         RequestOrigin::Address(peer) => {
             let address: Option<IpAddr> = peer.to_str().ok().and_then(|peer| peer.parse().ok());
@@ -325,6 +350,10 @@ mod tests {
         }
         assert_eq!(named(&settings, PROXY, &head), "head");
         assert_eq!(named(&settings, STRANGER, &head), "header:head");
+        let fair = [("x-gateway-inference-fairness-id", "team")];
+        assert_eq!(named(&settings, PROXY, &fair), "team");
+        assert_eq!(named(&settings, PROXY, &[head[0], fair[0]]), "head");
+        assert_eq!(named(&settings, STRANGER, &fair), "body:body");
         assert_eq!(named(&settings, PROXY, &[]), "body:body");
         assert_eq!(
             named(&settings, PROXY, &[("authorization", "Basic x")]),

@@ -15,7 +15,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::encoding::{BodyDecoder, BodyEncoding, PART_BYTES};
-use super::headers::PRIORITY;
+use super::headers::{OBJECTIVE, PRIORITY};
 use crate::error::ProxyError;
 use crate::prompt::ReadError;
 use crate::proxy::Proxy;
@@ -296,15 +296,21 @@ pub(super) fn check_head(version: Version, headers: &HeaderMap) -> Result<(), Pr
 }
 
 /// Returns the requested priority, capped at `priority_max`; 0 if none. Fails if it is no integer.
+/// Without one, a trusted gateway's objective counts if it is an integer. Its name of an
+/// `InferenceObjective`, which Quorate does not read, does not.
 pub(in crate::proxy) fn priority(
     headers: &HeaderMap,
     priority_max: i16,
+    is_trusted: bool,
 ) -> Result<i16, ProxyError> {
-    let Some(value) = headers.get(PRIORITY) else {
-        return Ok(0);
+    let integer = |value: &HeaderValue| -> Option<i64> { value.to_str().ok()?.trim().parse().ok() };
+    let asked = match headers.get(PRIORITY) {
+        Some(value) => integer(value),
+        None => {
+            let objective = headers.get(OBJECTIVE).filter(|_| is_trusted);
+            Some(objective.and_then(integer).unwrap_or(0))
+        }
     };
-    let text = value.to_str().ok().map(str::trim);
-    let asked: Option<i64> = text.and_then(|text| text.parse().ok());
     let asked = asked.ok_or_else(|| ProxyError::BadRequest {
         message: "x-quorate-priority must be an integer".to_owned(),
         param: Some(PRIORITY.to_string()),
@@ -319,14 +325,30 @@ mod tests {
 
     #[test]
     fn a_priority_is_an_integer_up_to_the_allowed_one() {
-        let asked = |text: &str| priority(&headers(text), 3);
-        assert_eq!(priority(&HeaderMap::new(), 3), Ok(0));
+        let asked = |text: &str| priority(&headers(text), 3, false);
+        assert_eq!(priority(&HeaderMap::new(), 3, true), Ok(0));
         assert_eq!(asked("2"), Ok(2));
         assert_eq!(asked(" 9000 "), Ok(3));
         assert_eq!(asked("-9000000"), Ok(i16::MIN));
         for text in ["", "high", "1.5", "99999999999999999999"] {
             assert!(asked(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn only_a_trusted_gateways_objective_is_a_priority() {
+        let objective = |text: &'static str, is_trusted| {
+            let mut headers = HeaderMap::new();
+            headers.insert(OBJECTIVE, HeaderValue::from_static(text));
+            priority(&headers, 3, is_trusted)
+        };
+        assert_eq!(objective("2", true), Ok(2));
+        assert_eq!(objective("-1", true), Ok(-1));
+        assert_eq!(objective("2", false), Ok(0));
+        assert_eq!(objective("food-review", true), Ok(0));
+        let mut both = headers("1");
+        both.insert(OBJECTIVE, HeaderValue::from_static("2"));
+        assert_eq!(priority(&both, 3, true), Ok(1));
     }
 
     fn headers(text: &str) -> HeaderMap {
