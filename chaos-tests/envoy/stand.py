@@ -85,6 +85,9 @@ class Stand(Cluster):
     def metric_of_all(self, name, **labels):
         return sum(self.metric(number, name, **labels) for number in self.running())
 
+    def log(self, name):
+        return pathlib.Path(self.folder, f"{name}.log").read_text()
+
     def running(self):
         return [nth for nth in range(1, REPLICAS + 1) if self.processes[f"replica-{nth}"].poll() is None]
 
@@ -140,7 +143,7 @@ class Stand(Cluster):
 
         def is_ready():
             if process.poll() is not None:
-                sys.exit(f"{name} ended:\n{path.with_suffix('.log').read_text()[-3000:]}")
+                sys.exit(f"{name} ended:\n{self.log(name)[-3000:]}")
             return get(f"http://127.0.0.1:{admin}/ready")
 
         self.until(f"{name} is ready", is_ready)

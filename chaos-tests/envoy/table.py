@@ -94,6 +94,7 @@ REQUESTS = {
         "a query": post(chat(), "/v1/chat/completions?a=b"),
         "stripped fields and headers": post(chat(priority=1), x_vllm_priority="1", x_data_parallel_rank="0"),
         "headers without effect": post(chat(), x_quorate_policy="random", x_quorate_select="a=b"),
+        "an objective": post(chat(), x_gateway_inference_objective="1"),
         "an endpoint that the client names": post(chat(), x_gateway_destination_endpoint="127.0.0.1:1"),
         "a key of the cluster": post(chat(), authorization="Bearer A_KEY"),
         "a key of the engine": post(chat(), authorization="Bearer sk-of-the-engine"),
@@ -128,6 +129,7 @@ REQUESTS = {
     429: {
         "a limit of the engine": post(chat("limit")),
         "the second of a limited user": post(chat(), x_quorate_user="limited-MODE"),
+        "a limited user whom the gateway names": post(chat(), x_gateway_inference_fairness_id="limited-MODE"),
     },
     502: {
         "a redirect of the engine": post(chat("redirect")),
@@ -302,6 +304,8 @@ def run(stand, spies):
             wrong.setdefault(f"STREAMED without a further setting is not refused: {short(seen.compared())}", []).append(
                 "that mode"
             )
+    for code in ["model_not_found", "invalid_api_key", "rate_limit_exceeded", "no_endpoint_offered"]:
+        stand.until(f"Envoy logs {code}", lambda code=code: f" quorate{{{code}}} " in stand.log("envoy-of-modes"))
     stand.wait_quiet()
     others = stand.metric_of_all("quorate_picker_served_total", by="other")
     firsts = stand.metric_of_all("quorate_picker_served_total", by="first")
