@@ -6,7 +6,7 @@ use api::proxy::picker::ext_proc::{
     BodySendMode, HeaderMap, HttpHeaders, HttpTrailers, ProcessingRequest,
 };
 use proptest::prelude::*;
-use tonic::Code;
+use tonic::{Code, Status};
 
 use super::fleet::eventually;
 use super::picking::{
@@ -121,94 +121,99 @@ enum Fault {
     OverrideNotAllowed,
 }
 
+/// What follows a message: the next turn, or the end of the stream, with an error if there is one.
+type Next = Result<Turn, Option<Fault>>;
+
 /// Returns the first error; `None` if the stream ends before one is read. Derived from the protocol
 /// alone: a request body that arrives whole is one message.
 fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
-    let is_whole = upload != Upload::Pieces;
     let mut turn = Turn::Head;
-    for (said, _, whose) in messages {
-        turn = match (turn, said) {
-            (Turn::Head, Message::RequestHeaders(head)) => {
-                let posts = head_of("POST", "/v1/chat/completions", false).headers;
-                let (told, posts) = (head.headers.as_ref()?, posts?);
-                let is_post = told.headers[0] == posts.headers[0];
-                if upload == Upload::Refused && !head.end_of_stream && names_method(told) {
-                    return Some(Fault::OverrideNotAllowed);
-                }
-                if head.end_of_stream || !is_post {
-                    return None;
-                }
-                Turn::Upload { body: Vec::new() }
-            }
-            (Turn::Upload { mut body }, Message::RequestBody(piece)) => {
-                body.extend_from_slice(&piece.body);
-                let may_go_on = upload == Upload::AskedWhole && !piece.end_of_stream;
-                match piece.end_of_stream || is_whole {
-                    true if body != CHAT.as_bytes() => {
-                        return may_go_on.then_some(Fault::OverrideIgnored);
-                    }
-                    true => Turn::Answer {
-                        may_end: is_whole,
-                        may_go_on,
-                    },
-                    false => Turn::Upload { body },
-                }
-            }
-            (Turn::Upload { body }, Message::RequestTrailers(_)) => {
-                if body != CHAT.as_bytes() {
-                    return None;
-                }
-                Turn::Answer {
-                    may_end: false,
-                    may_go_on: false,
-                }
-            }
-            (Turn::Head | Turn::Upload { .. }, Message::ResponseHeaders(head))
-                if !head.end_of_stream =>
-            {
-                Turn::Own
-            }
-            (Turn::Answer { .. }, Message::ResponseHeaders(head))
-                if *whose == Whose::Gateways && !head.end_of_stream =>
-            {
-                Turn::Own
-            }
-            (Turn::Answer { .. }, Message::ResponseHeaders(_)) if *whose != Whose::Engines => {
-                return None;
-            }
-            (
-                Turn::Answer {
-                    may_end: true,
-                    may_go_on,
-                },
-                Message::RequestTrailers(_),
-            ) => Turn::Answer {
-                may_end: false,
-                may_go_on,
-            },
-            (
-                Turn::Answer {
-                    may_go_on: true, ..
-                },
-                Message::RequestBody(_),
-            ) => return Some(Fault::OverrideIgnored),
-            (Turn::Answer { .. }, Message::ResponseHeaders(head)) if !head.end_of_stream => {
-                Turn::Pieces
-            }
-            (Turn::Pieces, Message::ResponseBody(piece)) if !piece.end_of_stream => Turn::Pieces,
-            (Turn::Own, Message::ResponseBody(piece)) if !piece.end_of_stream => Turn::Own,
-            (
-                Turn::Head | Turn::Upload { .. } | Turn::Answer { .. },
-                Message::ResponseHeaders(_),
-            )
-            | (Turn::Pieces | Turn::Own, Message::ResponseBody(_) | Message::ResponseTrailers(_)) =>
-            {
-                return None;
-            }
-            (_, said) => return Some(Fault::OutOfTurn(name(said))),
+    for said in messages {
+        let next = match turn {
+            Turn::Head => at_head(upload, said),
+            Turn::Upload { body } => within_upload(upload, body, said),
+            Turn::Answer { may_end, may_go_on } => before_answer((may_end, may_go_on), said),
+            turn @ (Turn::Pieces | Turn::Own) => within_answer(turn, said),
+        };
+        turn = match next {
+            Ok(turn) => turn,
+            Err(end) => return end,
         };
     }
     None
+}
+
+fn at_head(upload: Upload, (said, ..): &Said) -> Next {
+    match said {
+        Message::RequestHeaders(head) => {
+            let posts = head_of("POST", "/v1/chat/completions", false).headers;
+            let told = head.headers.as_ref().ok_or(None)?;
+            let is_post = told.headers[0] == posts.ok_or(None)?.headers[0];
+            if upload == Upload::Refused && !head.end_of_stream && names_method(told) {
+                return Err(Some(Fault::OverrideNotAllowed));
+            }
+            match head.end_of_stream || !is_post {
+                true => Err(None),
+                false => Ok(Turn::Upload { body: Vec::new() }),
+            }
+        }
+        Message::ResponseHeaders(head) => begins(head, Turn::Own),
+        said => Err(Some(Fault::OutOfTurn(name(said)))),
+    }
+}
+
+fn within_upload(upload: Upload, mut body: Vec<u8>, (said, ..): &Said) -> Next {
+    let is_whole = upload != Upload::Pieces;
+    match said {
+        Message::RequestBody(piece) => {
+            body.extend_from_slice(&piece.body);
+            let may_go_on = upload == Upload::AskedWhole && !piece.end_of_stream;
+            match piece.end_of_stream || is_whole {
+                true if body != CHAT.as_bytes() => Err(may_go_on.then_some(Fault::OverrideIgnored)),
+                true => Ok(Turn::Answer {
+                    may_end: is_whole,
+                    may_go_on,
+                }),
+                false => Ok(Turn::Upload { body }),
+            }
+        }
+        Message::RequestTrailers(_) if body == CHAT.as_bytes() => Ok(Turn::Answer {
+            may_end: false,
+            may_go_on: false,
+        }),
+        Message::RequestTrailers(_) => Err(None),
+        Message::ResponseHeaders(head) => begins(head, Turn::Own),
+        said => Err(Some(Fault::OutOfTurn(name(said)))),
+    }
+}
+
+fn before_answer((may_end, may_go_on): (bool, bool), (said, _, whose): &Said) -> Next {
+    match (said, whose) {
+        (Message::ResponseHeaders(head), Whose::Engines) => begins(head, Turn::Pieces),
+        (Message::ResponseHeaders(head), Whose::Gateways) => begins(head, Turn::Own),
+        (Message::ResponseHeaders(_), Whose::Redirection) => Err(None),
+        (Message::RequestTrailers(_), _) if may_end => Ok(Turn::Answer {
+            may_end: false,
+            may_go_on,
+        }),
+        (Message::RequestBody(_), _) if may_go_on => Err(Some(Fault::OverrideIgnored)),
+        (said, _) => Err(Some(Fault::OutOfTurn(name(said)))),
+    }
+}
+
+fn within_answer(turn: Turn, (said, ..): &Said) -> Next {
+    match said {
+        Message::ResponseBody(piece) if !piece.end_of_stream => Ok(turn),
+        Message::ResponseBody(_) | Message::ResponseTrailers(_) => Err(None),
+        said => Err(Some(Fault::OutOfTurn(name(said)))),
+    }
+}
+
+fn begins(head: &HttpHeaders, turn: Turn) -> Next {
+    match head.end_of_stream {
+        true => Err(None),
+        false => Ok(turn),
+    }
 }
 
 /// Whether a head has a method. Without one, the request is refused at once.
@@ -233,6 +238,26 @@ fn begun() -> Vec<Said> {
     [head(), upload(CHAT, true)]
         .map(|said| (said, None, Whose::Engines))
         .into()
+}
+
+/// Sends all messages, the first with `first`, and returns how the stream ends.
+async fn told(
+    picking: &ConnectedPicker,
+    first: ProcessingRequest,
+    messages: Vec<Said>,
+) -> Result<(), Status> {
+    let mut talk = picking.open();
+    let mut first = Some(first);
+    for (said, details, _) in messages {
+        let more = ProcessingRequest {
+            attributes: details.map_or_else(plain, because).attributes,
+            ..first.take().unwrap_or_default()
+        };
+        talk.say_with(said, more).await;
+    }
+    talk.say = None;
+    while talk.hear().await?.is_some() {}
+    Ok(())
 }
 
 #[test]
@@ -263,26 +288,7 @@ fn the_first_message_out_of_order_is_named_without_leaks() {
         let expected = fault(upload, &messages);
         let picking = if may_override { &overriding } else { &picking };
         let ended = runtime.block_on(async {
-            let mut talk = picking.open();
-            for (nth, (said, details, _)) in messages.into_iter().enumerate() {
-                let first = match nth {
-                    0 => modes(requests, answers, early),
-                    _ => plain(),
-                };
-                let more = ProcessingRequest {
-                    attributes: details.map_or_else(plain, because).attributes,
-                    ..first
-                };
-                talk.say_with(said, more).await;
-            }
-            talk.say = None;
-            let ended = loop {
-                match talk.hear().await {
-                    Ok(Some(_)) => {}
-                    Ok(None) => break Ok(()),
-                    Err(status) => break Err(status),
-                }
-            };
+            let ended = told(picking, modes(requests, answers, early), messages).await;
             fleet.is_idle().await;
             eventually("no stream is open", || picking.metrics.streams.get() == 0).await;
             ended
