@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
-use state::ids::UserKey;
+use state::ids::{LogIndex, UserKey};
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::Status;
 
@@ -34,6 +34,7 @@ use crate::error::{ProxyError, rescue};
 use crate::proxy::answer::{Intake, failed, local};
 use crate::proxy::forward::attempt::{AttemptError, OutgoingRequest, PendingAttempt};
 use crate::proxy::forward::blame::report_status;
+use crate::proxy::forward::log_order::known_at;
 use crate::proxy::forward::request_context::{
     ArrivedRequest, ProxiedRequest, begin_trace, trace_id,
 };
@@ -231,7 +232,9 @@ impl PickerStream {
         let request_metrics = &mut accounting.request_metrics;
         let (decision, attempt) =
             told.judge(&picker, (decision, attempt), answered, request_metrics)?;
-        let passed = self.begin(&sending, (&decision, attempt, wanted), &head, accounting);
+        let known_at = known_at(&picker.proxy, &proxied, &decision, &attempt).await;
+        let dispatched = (&decision, attempt, known_at);
+        let passed = self.begin((&sending, wanted), dispatched, &head, accounting);
         let (passed, headers) = passed;
         drop((sending, held));
         drop(proxied);
@@ -511,8 +514,8 @@ impl PickerStream {
     /// Begins to relay a response and returns the reply to its head.
     fn begin(
         &self,
-        sending: &OutgoingRequest<'_>,
-        (decision, mut attempt, wanted): (&Decision, Attempt, WantedUsage),
+        (sending, wanted): (&OutgoingRequest<'_>, WantedUsage),
+        (decision, mut attempt, known_at): (&Decision, Attempt, LogIndex),
         head: &AnswerHead,
         accounting: &mut StreamAccounting,
     ) -> (RelayedAnswer, Reply) {
@@ -534,6 +537,8 @@ impl PickerStream {
             trace.answered(head.status.as_u16());
         }
         let mut response = relay(proxy, sending, decision, response, attempt, wanted);
+        let expose = proxy.settings.expose;
+        expose.index(response.headers_mut(), head.status, known_at);
         let told = (accounting.ignored.take(), accounting.user);
         proxy.sign(
             response.headers_mut(),
