@@ -98,7 +98,7 @@ async fn backends_are_listed_with_all_known_facts() {
                 "rank": null,
                 "models": [],
             },
-            "facts": {"models": null, "capacity_blocks": null, "started_at_s": null},
+            "facts": {"models": null, "capacity_blocks": null, "started_at_s": null, "drops_last_block": null},
             "probes": {
                 "total": 0,
                 "failures_total": 0,

@@ -3,7 +3,7 @@
 
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::prompt::{PromptIdentity, ReplyJoin, ReplyShape};
 
@@ -217,8 +217,9 @@ impl TokenChain {
 
 /// Returns an id that no vocabulary has.
 fn unknown_id(seed: u64, position: usize) -> u32 {
-    let hash = xxh3_64_with_seed(&position.to_le_bytes(), seed);
-    (hash as u32) | 1 << 31
+    // Fibonacci hashing: the multiplier is 2^64 divided by the golden ratio.
+    let mixed = (seed ^ position as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (mixed >> 32) as u32 | 1 << 31
 }
 
 /// A chain of blocks of bytes.
