@@ -4,6 +4,7 @@
 """
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def get(url, timeout=5):
 
 
 class Cluster:
-    """Processes whose files and logs are in a folder, and the replicas and engines among them.
+    """Processes whose files and logs are in a folder, and the replicas and engines among them. They end with the
+    cluster's `with`, also after SIGTERM.
 
     `replicas`: the addresses of each one's data, admin and peer ports. `engines`: those of the engines, to
     which `add_engine` adds.
@@ -46,6 +48,15 @@ class Cluster:
     def __init__(self, binary, folder, replicas):
         self.binary, self.folder, self.replicas = str(binary), str(folder), replicas
         self.engines, self.processes = {}, {}
+
+    def __enter__(self):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        return self
+
+    def __exit__(self, *_):
+        # The first one is heeded.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.stop()
 
     def start(self, name, *command, **settings):
         """Starts a process whose output goes to a log of its name."""

@@ -138,7 +138,7 @@ def main():
     binary, tools, scratch = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     venv, modules = tools / "venv" / "bin", tools / "node_modules"
     cluster = AdminCluster(binary, scratch)
-    try:
+    with cluster:
         step("a cluster of three")
         cluster.start_replicas()
         cluster.fill()
@@ -178,8 +178,6 @@ def main():
         cluster.restore_engine()
         cluster.wait_all_ready()
         cluster.check_digests()
-    finally:
-        cluster.stop()
     step("done")
 
 

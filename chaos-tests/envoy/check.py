@@ -24,9 +24,9 @@ cluster.election_timeout = "1s..2s"
 """
 
 
-def started(binary, envoy, folder):
-    """A cluster, and the spies among its engines."""
-    stand = Stand(binary, envoy, folder)
+def started(stand):
+    """Starts the engines and replicas; the spies among the engines."""
+    stand.start_engines()
     plain, named, below = free_ports(3)
     spies = [Spy(plain), Spy(named), Spy(below, "/below")]
     stand.engines["spy"] = {"id": "spy", "url": f"http://127.0.0.1:{plain}"}
@@ -40,7 +40,7 @@ def started(binary, envoy, folder):
     models = {"emulated", "spy", "named", "below"}
     for data, *_ in stand.replicas:
         stand.until("all models are known", lambda data=data: models <= set(stand.models(data)))
-    return stand, spies
+    return spies
 
 
 def limit(stand, user):
@@ -61,17 +61,15 @@ PARTS = {
 def main():
     binary, envoy, *parts = sys.argv[1:]
     failed = []
-    with tempfile.TemporaryDirectory(prefix="quorate-gateway-") as folder:
-        stand, spies = started(binary, envoy, folder)
-        try:
-            for name in parts or PARTS:
-                try:
-                    PARTS[name](stand, spies)
-                except Failed as why:
-                    failed.append(name)
-                    print(f"{name}: {why}", file=sys.stderr)
-        finally:
-            stand.stop()
+    prefix = "quorate-gateway-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, Stand(binary, envoy, folder) as stand:
+        spies = started(stand)
+        for name in parts or PARTS:
+            try:
+                PARTS[name](stand, spies)
+            except Failed as why:
+                failed.append(name)
+                print(f"{name}: {why}", file=sys.stderr)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

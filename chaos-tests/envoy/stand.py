@@ -54,9 +54,10 @@ class Stand(Cluster):
     def __init__(self, binary, envoy, folder):
         super().__init__(binary, folder, on_loopback(REPLICAS))
         self.envoy = envoy
-        ports = free_ports(REPLICAS + ENGINES)
-        self.pickers = [f"127.0.0.1:{port}" for port in ports[:REPLICAS]]
-        for port in ports[REPLICAS:]:
+        self.pickers = [f"127.0.0.1:{port}" for port in free_ports(REPLICAS)]
+
+    def start_engines(self):
+        for port in free_ports(ENGINES):
             # A stream of 32 tokens takes 0.7 s.
             self.add_engine(f"127.0.0.1:{port}")
 

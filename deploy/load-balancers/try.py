@@ -7,7 +7,6 @@ import collections
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -199,25 +198,23 @@ def report(load):
 
 
 def main():
-    folder = tempfile.mkdtemp(prefix="quorate-balancer-")
-    fleet, load = Balanced(folder), Load()
+    load = Load()
     clients = [threading.Thread(target=Client(seed).run, args=[load]) for seed in range(CLIENTS)]
-    try:
-        fleet.start_replicas()
-        fleet.start_balancer()
-        for client in clients:
-            client.start()
-        happenings(fleet, load)
-    except BaseException:
-        print(fleet.tails(), file=sys.stderr)
-        raise
-    finally:
-        load.is_over = True
-        for client in clients:
-            if client.ident:
-                client.join()
-        fleet.stop()
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="quorate-balancer-") as folder, Balanced(folder) as fleet:
+        try:
+            fleet.start_replicas()
+            fleet.start_balancer()
+            for client in clients:
+                client.start()
+            happenings(fleet, load)
+        except BaseException:
+            print(fleet.tails(), file=sys.stderr)
+            raise
+        finally:
+            load.is_over = True
+            for client in clients:
+                if client.ident:
+                    client.join()
     report(load)
     bad = [phase for phase in WITHOUT_FAILURE if load.failed[phase]]
     if bad:

@@ -172,12 +172,8 @@ def alerts_are_complete():
 def main():
     panels_are_known()
     alerts_are_complete()
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = MonitoredCluster(folder)
-        try:
-            run(cluster)
-        finally:
-            cluster.stop()
+    with tempfile.TemporaryDirectory() as folder, MonitoredCluster(folder) as cluster:
+        run(cluster)
 
 
 def run(cluster):
