@@ -391,8 +391,7 @@ def main():
             folder = pathlib.Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="quorate-clients-"))
             )
-        cluster = Cluster(args.quorate.absolute(), folder, on_loopback(REPLICAS))
-        stack.callback(cluster.stop)
+        cluster = stack.enter_context(Cluster(args.quorate.absolute(), folder, on_loopback(REPLICAS)))
         for url in args.engine:
             name = f"engine-{len(cluster.engines) + 1}"
             cluster.engines[name] = {"id": name, "url": url.rstrip("/")}
