@@ -234,6 +234,7 @@ impl HypotheticalRequest {
             version: Version::HTTP_2,
             headers: &self.headers,
             origin: self.origin(),
+            is_of_gateway: false,
         };
         let read = requests.would_read(&head, self.body.clone()).await;
         let (request, mut ids) = read.map_err(|why| refusal(&why, &self.headers))?;

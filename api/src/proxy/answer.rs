@@ -237,7 +237,10 @@ impl Proxy {
             trace,
         } = arrived;
         let path = head.uri.path();
-        let told = request_head(&head, &peer);
+        let told = RequestHead {
+            is_of_gateway: endpoints.is_some(),
+            ..request_head(&head, &peer)
+        };
         let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
         // The token ids are as long as the prompt, and no longer needed.
         drop(ids);
@@ -320,6 +323,7 @@ fn request_head<'a>(head: &'a http::request::Parts, peer: &'a HeaderValue) -> Re
         version: head.version,
         headers: &head.headers,
         origin: RequestOrigin::Address(peer),
+        is_of_gateway: false,
     }
 }
 

@@ -234,6 +234,7 @@ fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
             let client = Client {
                 holder: &holder,
                 origin: RequestOrigin::Address(&peer),
+                is_of_gateway: true,
                 headers: head,
             };
             let user = identify(settings, || 7.into(), &client, parsed);

@@ -56,9 +56,9 @@ fn a_shortage_of_descriptors_is_not_blamed_on_an_engine() {
 }
 
 #[test]
-fn a_request_left_unread_that_cannot_be_sent_again_is_not_blamed_on_its_engine() {
+fn no_engine_is_blamed_for_a_request_that_this_host_cannot_repeat() {
     alone(
-        "a_request_left_unread_that_cannot_be_sent_again_is_not_blamed_on_its_engine",
+        "no_engine_is_blamed_for_a_request_that_this_host_cannot_repeat",
         leave_unread_without_descriptors(),
     );
 }

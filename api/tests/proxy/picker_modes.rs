@@ -80,6 +80,22 @@ async fn streamed_requests_are_refused_unless_overrides_are_allowed() {
 }
 
 #[tokio::test]
+async fn no_override_is_requested_beside_responses_in_full_duplex() {
+    let engines = engines().await;
+    let (fleet, _) = start(&engines).await;
+    let picking = ConnectedPicker::overriding(&fleet).await;
+    let mut talk = picking.open();
+    talk.say_with(
+        head(),
+        modes(STREAMED, BodySendMode::FullDuplexStreamed, false),
+    )
+    .await;
+    let why = talk.fails().await;
+    assert_eq!(why.code(), Code::FailedPrecondition, "{why}");
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
 async fn a_waiting_head_keeps_no_destination_and_no_key_of_the_client() {
     let engines = engines().await;
     let (fleet, _) = start(&engines).await;
@@ -203,4 +219,20 @@ async fn an_unreadable_message_ends_the_stream_with_an_error() {
     let gone = vec![Err(Status::cancelled("reset"))];
     picking.hear_out(gone).unwrap().is_over().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
+}
+
+#[tokio::test]
+async fn a_body_with_a_hole_is_refused() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    // It is a whole JSON value without the part that is missing.
+    let (begin, end) = CHAT.split_once("hel").unwrap();
+    let mut talk = picking.open();
+    talk.say(head()).await;
+    talk.say(upload(begin, false)).await;
+    talk.say(upload(end, true)).await;
+    let (status, body) = talk.refused().await;
+    assert_eq!(status, 400);
+    assert!(body.contains("content-length"), "{body}");
+    fleet.is_idle().await;
 }

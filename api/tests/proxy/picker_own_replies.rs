@@ -8,13 +8,14 @@ use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
 use api::proxy::picker::{PickedOutcome, ServedBy};
 use proptest::prelude::*;
+use prost_types::value::Kind;
 use state::command::Charge;
 use tokio::time::Instant;
 
 use super::fleet::{Fleet, eventually};
 use super::picking::{
     CHAT, ConnectedPicker, Talk, answer_of, because, engines, head, modes, plain, reply, start,
-    upload,
+    told, upload,
 };
 
 const DUPLEX: BodySendMode = BodySendMode::FullDuplexStreamed;
@@ -145,14 +146,14 @@ async fn passed(
     back
 }
 
-/// Number of failures in the circuit breakers of both backends.
-fn failures(fleet: &Fleet) -> u32 {
+/// Numbers of failures in the circuit breakers of both backends.
+fn failures(fleet: &Fleet) -> [u32; 2] {
     let of = |number| {
         let backend = fleet.backend(number);
         let circuit = fleet.backends.circuit(backend, Instant::now());
         circuit.recent_failures
     };
-    of(0) + of(1)
+    [of(0), of(1)]
 }
 
 #[test]
@@ -187,7 +188,7 @@ fn a_gateways_own_response_passes_unchanged_in_every_mode_and_stage() {
             .await;
         });
     });
-    assert_eq!(failures(&fleet), 0);
+    assert_eq!(failures(&fleet), [0, 0]);
     assert_eq!(requests(PickedOutcome::Broken), 0);
     assert_eq!(requests(PickedOutcome::Left), 0);
 }
@@ -251,18 +252,50 @@ async fn only_responses_that_tell_of_an_engine_count_against_it() {
         let more = modes(DUPLEX, DUPLEX, false);
         let mut talk = brought(&picking, Stage::Picked, (DUPLEX, &more)).await;
         let fields = [(":status", status), ("content-type", "text/plain")];
-        let told = ProcessingMessage::ResponseHeaders(answer_of(&fields, true));
+        let own = ProcessingMessage::ResponseHeaders(answer_of(&fields, true));
         let more = details.map_or_else(plain, because);
-        talk.say_with(told, more).await;
+        talk.say_with(own, more).await;
         talk.next().await;
         talk.is_over().await;
         fleet.is_idle().await;
         let said = format!("{status} {details:?}");
         let counted = fleet.count(outcome, status.parse().unwrap());
-        assert_eq!((counted, failures(&fleet)), (1, failed), "{said}");
+        let failures: u32 = failures(&fleet).iter().sum();
+        assert_eq!((counted, failures), (1, failed), "{said}");
         let charge = fleet.charged().await;
         assert_eq!((charge.started, charge.ended), (1, 1), "{said}");
         let input = charge.input_uncached + charge.input_cached;
         assert_eq!(input > 0, is_charged, "{said}: {charge:?}");
     }
+}
+
+#[tokio::test]
+async fn a_lost_connection_to_a_further_endpoint_counts_against_that_one() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let mut talk = picking.open();
+    talk.say_with(head(), modes(DUPLEX, DUPLEX, false)).await;
+    talk.say(upload(CHAT, true)).await;
+    let (endpoints, _) = talk.picked().await;
+    talk.streamed().await;
+    let further = endpoints.split(',').nth(1).unwrap().to_owned();
+    let fields = [(":status", "503"), ("content-type", "text/plain")];
+    let lost = ProcessingMessage::ResponseHeaders(answer_of(&fields, true));
+    let served = Kind::StringValue(further);
+    let more = ProcessingRequest {
+        metadata_context: Some(told(
+            "envoy.lb",
+            "x-gateway-destination-endpoint-served",
+            served,
+        )),
+        ..because("upstream_reset_before_response_started{connection_termination}")
+    };
+    talk.say_with(lost, more).await;
+    talk.next().await;
+    talk.is_over().await;
+    fleet.is_idle().await;
+    // The first one was unreachable.
+    assert_eq!(failures(&fleet), [1, 1]);
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended), (2, 2), "{charge:?}");
 }

@@ -188,9 +188,7 @@ pub(super) struct Talk {
 impl Talk {
     /// Sends a request in pieces of `piece` bytes.
     pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) {
-        let first = head_of("POST", "/v1/chat/completions", false);
-        self.say_with(ProcessingMessage::RequestHeaders(first), more)
-            .await;
+        self.say_with(head_before(body), more).await;
         let mut pieces = body.as_bytes().chunks(piece).peekable();
         while let Some(data) = pieces.next() {
             let end = pieces.peek().is_none();
@@ -332,9 +330,19 @@ pub(super) fn piece_of(data: &[u8], end_of_stream: bool) -> HttpBody {
     }
 }
 
-/// Returns the head of a chat request.
+/// Returns the head of a chat request whose body is [`CHAT`].
 pub(super) fn head() -> ProcessingMessage {
-    ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+    head_before(CHAT)
+}
+
+/// Returns the head of a chat request with this body.
+pub(super) fn head_before(body: &str) -> ProcessingMessage {
+    let mut head = head_of("POST", "/v1/chat/completions", false);
+    let length = body.len().to_string();
+    let fields = headers(&[("content-length", &length)]);
+    let all = head.headers.get_or_insert_default();
+    all.headers.extend(fields.headers);
+    ProcessingMessage::RequestHeaders(head)
 }
 
 /// Returns a piece of a request's body.
@@ -364,7 +372,6 @@ pub(super) fn head_of(method: &str, path: &str, end_of_stream: bool) -> HttpHead
         (":path", path),
         (":authority", "models.example"),
         ("content-type", "application/json"),
-        ("content-length", "88"),
         ("accept-encoding", "gzip"),
         ("x-quorate-user", "ada"),
     ];

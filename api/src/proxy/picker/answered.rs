@@ -7,10 +7,11 @@ use http::{HeaderMap, StatusCode};
 use tokio::time::Instant;
 
 use super::Picker;
+use super::gateway_reply::GatewayReply;
 use super::inbound::StreamHalt;
 use super::metrics::ServedBy;
 use super::offer::EndpointOffer;
-use super::own_reply::{GatewayReply, ReplyCause};
+use super::own_reply::ReplyCause;
 use crate::error::ProxyError;
 use crate::proxy::forward::attempt::{AttemptError, OutgoingRequest, fail};
 use crate::proxy::forward::blame::{refuses_router, report_status};
@@ -41,7 +42,7 @@ impl SentOffer {
     /// Returns the decision and attempt for the engine that responded. Ends the attempt if the
     /// gateway responded itself, or the engine's response is not relayed.
     pub(super) fn judge(
-        self,
+        &self,
         picker: &Picker,
         (decision, attempt): (Decision, Attempt),
         (sending, head): (&OutgoingRequest<'_>, &AnswerHead),
@@ -49,8 +50,18 @@ impl SentOffer {
     ) -> Result<(Decision, Attempt), StreamHalt> {
         let proxy = &picker.proxy;
         let details = head.details.as_deref();
-        if let Some(cause) = ReplyCause::of(head.status, &head.headers, details) {
-            picker.metrics.served(ServedBy::Gateway);
+        let cause = ReplyCause::of(head.status, &head.headers, details);
+        let (by, further) = self.served(head);
+        let by = cause.as_ref().map_or(by, |_| ServedBy::Gateway);
+        picker.metrics.served(by);
+        let dispatched = (decision, attempt);
+        let (decision, attempt) = match further {
+            // Nothing was sent to it.
+            Some(_) if matches!(cause, Some(ReplyCause::NotSent)) => dispatched,
+            Some(further) => self.redispatched(picker, dispatched, (further, sending.proxied)),
+            None => dispatched,
+        };
+        if let Some(cause) = cause {
             let end = cause.end();
             let outcome = match cause {
                 ReplyCause::Engine(failure) => {
@@ -72,9 +83,9 @@ impl SentOffer {
             return Err(StreamHalt::Replied(GatewayReply {
                 status: Some(head.status),
                 is_over: head.is_over,
+                details: head.details.clone(),
             }));
         }
-        let (decision, attempt) = self.served(picker, (decision, attempt), (sending.proxied, head));
         let failure = if head.status.is_redirection() {
             AttemptError::Redirected
         } else if refuses_router(proxy, sending.proxied, decision.backend, head.status) {
@@ -90,29 +101,29 @@ impl SentOffer {
         Err(failure.unwrap_or(ProxyError::EngineBroke).into())
     }
 
-    /// Returns the decision and attempt for the backend that responded. This is the dispatched one,
-    /// unless the gateway reports that it used an alternative because the first was unreachable.
-    fn served(
-        self,
-        picker: &Picker,
-        (decision, mut attempt): (Decision, Attempt),
-        (proxied, head): (&ProxiedRequest, &AnswerHead),
-    ) -> (Decision, Attempt) {
-        let (by, further) = match head.served {
+    /// Returns which endpoint responded, and the decision for it if it is a further one.
+    fn served(&self, head: &AnswerHead) -> (ServedBy, Option<Decision>) {
+        match head.served {
             None => (ServedBy::Untold, None),
             Some(served) if served == self.offer.first => (ServedBy::First, None),
             Some(served) => {
-                let mut further = self.offer.further.into_iter();
+                let mut further = self.offer.further.iter();
                 match further.find(|(endpoint, _)| *endpoint == served) {
-                    Some((_, further)) => (ServedBy::Further, Some(further)),
+                    Some((_, further)) => (ServedBy::Further, Some(further.clone())),
                     None => (ServedBy::Other, None),
                 }
             }
-        };
-        picker.metrics.served(by);
-        let Some(further) = further else {
-            return (decision, attempt);
-        };
+        }
+    }
+
+    /// Moves the attempt to a further backend, because the gateway reports that it used this one.
+    /// The dispatched one was unreachable.
+    fn redispatched(
+        &self,
+        picker: &Picker,
+        (decision, mut attempt): (Decision, Attempt),
+        (further, proxied): (Decision, &ProxiedRequest),
+    ) -> (Decision, Attempt) {
         let proxy = &picker.proxy;
         if let Some(trace) = attempt.trace() {
             trace.failed("unreachable");

@@ -13,7 +13,7 @@ use tonic::{Code, Status};
 
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::{BodySendMode, Metadata, ProcessingRequest, ProtocolConfiguration};
-use super::own_reply::GatewayReply;
+use super::gateway_reply::GatewayReply;
 use super::{BodyMode, BodyModes, metadata};
 use crate::error::ProxyError;
 
@@ -137,7 +137,9 @@ impl GatewayMessages {
             Ok(message) => match message.request {
                 Request::RequestBody(_) if may_go_on => override_ignored(),
                 // For example after a timeout of its own.
-                Request::ResponseHeaders(told) => StreamHalt::Replied(GatewayReply::of(&told)),
+                Request::ResponseHeaders(told) => {
+                    StreamHalt::Replied(GatewayReply::of(&told, message.details))
+                }
                 request => out_of_turn(&request, "while its response was awaited"),
             },
             Err(halt) => halt,
@@ -219,8 +221,8 @@ impl<'a> UploadedBody<'a> {
         }
     }
 
-    fn take_in(&mut self, request: Request) -> Result<Option<Bytes>, StreamHalt> {
-        match request {
+    fn take_in(&mut self, message: GatewayMessage) -> Result<Option<Bytes>, StreamHalt> {
+        match message.request {
             Request::RequestBody(piece) => {
                 self.pieces += 1;
                 // Only trailers can follow a whole body, and they wait for its reply.
@@ -233,7 +235,10 @@ impl<'a> UploadedBody<'a> {
                 (self.is_over, self.has_trailers) = (true, true);
                 Ok(None)
             }
-            Request::ResponseHeaders(told) => Err(StreamHalt::Replied(GatewayReply::of(&told))),
+            Request::ResponseHeaders(told) => {
+                let reply = GatewayReply::of(&told, message.details);
+                Err(StreamHalt::Replied(reply))
+            }
             request => Err(out_of_turn(&request, "within the body of a request")),
         }
     }
@@ -251,7 +256,7 @@ impl Body for UploadedBody<'_> {
             return Poll::Ready(None);
         }
         let next = ready!(self.messages.messages.poll_next_unpin(cx));
-        let taken = read(next).and_then(|message| self.take_in(message.request));
+        let taken = read(next).and_then(|message| self.take_in(message));
         Poll::Ready(match taken {
             Ok(piece) => piece.map(|piece| Ok(Frame::data(piece))),
             Err(halt) => {

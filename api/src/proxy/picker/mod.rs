@@ -28,6 +28,7 @@ mod answers;
 mod frames;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod gateway_reply;
 mod heads;
 mod inbound;
 mod metadata;
@@ -40,6 +41,7 @@ mod server;
 mod service;
 mod stream;
 mod stream_meter;
+mod upload_shape;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -17,8 +17,8 @@ use tonic::Status;
 use super::BodyMode;
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::processing_response::Response as Reply;
-use super::ext_proc::{BodyResponse, HeadersResponse, HttpHeaders};
-use super::heads;
+use super::ext_proc::{BodyResponse, HeadersResponse};
+use super::gateway_reply::GatewayReply;
 use super::inbound::{GatewayMessages, StreamHalt, out_of_turn};
 use super::outbound::{PickerMessages, answer_trailers};
 use super::relayed_answer::send_pieces;
@@ -41,15 +41,6 @@ const RESET_UNSENT: [&str; 3] = [
 /// Header that Envoy adds to an engine's response.
 const SERVICE_TIME: HeaderName = HeaderName::from_static("x-envoy-upstream-service-time");
 
-/// A response that the gateway made before any endpoint was sent to it, or in place of an engine's.
-#[derive(Debug)]
-pub(super) struct GatewayReply {
-    /// Status; `None` if the head has none.
-    pub(super) status: Option<StatusCode>,
-    /// Whether no body follows.
-    pub(super) is_over: bool,
-}
-
 /// Why the gateway responded after it got the endpoints for a request.
 #[derive(Debug)]
 pub(super) enum ReplyCause {
@@ -61,51 +52,42 @@ pub(super) enum ReplyCause {
     Engine(AttemptError),
 }
 
-impl GatewayReply {
-    pub(super) fn of(told: &HttpHeaders) -> Self {
-        Self {
-            status: heads::status(told),
-            is_over: told.end_of_stream,
-        }
-    }
-
-    /// Lets the response pass to its end in the gateway's `mode`. `idle` is the maximum silence of
-    /// the gateway.
-    pub(super) async fn pass(
-        &self,
-        (mode, idle, mut held_back): (BodyMode, Duration, Duration),
-        inbound: &mut GatewayMessages,
-        out: &PickerMessages,
-    ) -> Result<(), StreamHalt> {
-        out.send(Reply::ResponseHeaders(HeadersResponse::default()))
-            .await?;
-        let mut is_over = self.is_over;
-        while !is_over {
-            let Ok(message) = timeout(idle, inbound.next()).await else {
-                let why = "the gateway's own response stopped";
-                return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
-            };
-            match message?.request {
-                Request::ResponseBody(piece) => {
-                    is_over = piece.end_of_stream;
-                    match mode {
-                        BodyMode::Duplex => {
-                            send_pieces(piece.body, is_over, (out, &mut held_back)).await?;
-                        }
-                        BodyMode::Streamed | BodyMode::StreamedEarly | BodyMode::Buffered => {
-                            let passes = Reply::ResponseBody(BodyResponse::default());
-                            out.send_within(passes, &mut held_back).await?;
-                        }
+/// Lets the gateway's own response pass to its end in the gateway's `mode`. `idle` is the maximum silence of
+/// the gateway.
+pub(super) async fn let_pass(
+    reply: &GatewayReply,
+    (mode, idle, mut held_back): (BodyMode, Duration, Duration),
+    inbound: &mut GatewayMessages,
+    out: &PickerMessages,
+) -> Result<(), StreamHalt> {
+    out.send(Reply::ResponseHeaders(HeadersResponse::default()))
+        .await?;
+    let mut is_over = reply.is_over;
+    while !is_over {
+        let Ok(message) = timeout(idle, inbound.next()).await else {
+            let why = "the gateway's own response stopped";
+            return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
+        };
+        match message?.request {
+            Request::ResponseBody(piece) => {
+                is_over = piece.end_of_stream;
+                match mode {
+                    BodyMode::Duplex => {
+                        send_pieces(piece.body, is_over, (out, &mut held_back)).await?;
+                    }
+                    BodyMode::Streamed | BodyMode::StreamedEarly | BodyMode::Buffered => {
+                        let passes = Reply::ResponseBody(BodyResponse::default());
+                        out.send_within(passes, &mut held_back).await?;
                     }
                 }
-                Request::ResponseTrailers(_) => return out.send(answer_trailers()).await,
-                request => {
-                    return Err(out_of_turn(&request, "within the gateway's own response"));
-                }
+            }
+            Request::ResponseTrailers(_) => return out.send(answer_trailers()).await,
+            request => {
+                return Err(out_of_turn(&request, "within the gateway's own response"));
             }
         }
-        Ok(())
     }
+    Ok(())
 }
 
 impl ReplyCause {

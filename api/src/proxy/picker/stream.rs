@@ -16,6 +16,7 @@ use super::answered::{AnswerHead, SentOffer};
 use super::answers::StreamEnd;
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::processing_response::Response as Reply;
+use super::gateway_reply::GatewayReply;
 use super::inbound::{
     GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored, override_not_allowed,
 };
@@ -25,9 +26,10 @@ use super::outbound::{
     BodyOf, PickerMessages, answer_head, immediate, request_head, request_head_waits,
     request_trailers, untaken,
 };
-use super::own_reply::GatewayReply;
+use super::own_reply;
 use super::relayed_answer::RelayedAnswer;
 use super::stream_meter::StreamMeter;
+use super::upload_shape::UploadShape;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::admission::AdmissionTry;
 use crate::error::{ProxyError, rescue};
@@ -82,26 +84,6 @@ struct StreamOpening {
     endpoints: OfferedEndpoints,
     /// Trace of the request; `None` without tracing.
     trace: Option<Arc<RequestTrace>>,
-}
-
-/// Shape in which a request body arrived.
-#[derive(Clone, Copy)]
-struct UploadShape {
-    mode: BodyMode,
-    /// Whether the gateway was asked to send it whole although it streams by default.
-    is_asked_whole: bool,
-    is_bodiless: bool,
-    /// Whether the piece of a whole body did not end it: trailers follow, or it was cut.
-    is_cut: bool,
-    pieces: usize,
-    has_trailers: bool,
-}
-
-impl UploadShape {
-    /// Whether the supposedly whole body may be only its first piece.
-    fn may_go_on(&self) -> bool {
-        self.is_asked_whole && self.is_cut
-    }
 }
 
 impl StreamAccounting {
@@ -166,6 +148,8 @@ impl PickerStream {
                     meter.outcome = PickedOutcome::Passed;
                 }
                 if let Some(mut request_metrics) = request_metrics {
+                    let why = reply.details.as_deref().unwrap_or("no reason was sent");
+                    request_metrics.fails_because(format!("the gateway's own response: {why}"));
                     if let Some(status) = reply.status {
                         request_metrics.answered(status);
                     }
@@ -173,7 +157,13 @@ impl PickerStream {
                 }
                 return self.let_pass(&reply).await;
             }
-            (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Local(_), _) => return Ok(()),
+            (StreamHalt::Left, _) => return Ok(()),
+            // The gateway must not go on without an answer.
+            (StreamHalt::Refused(_) | StreamHalt::Local(_), None) => {
+                return Err(Status::internal(
+                    "the request was refused after its response began",
+                ));
+            }
         };
         meter.outcome = PickedOutcome::Answered;
         let mut response = response.map(AnswerBody::into_local);
@@ -190,7 +180,7 @@ impl PickerStream {
     async fn let_pass(&mut self, reply: &GatewayReply) -> StreamEnd {
         let timeouts = self.picker.proxy.settings.timeouts;
         let waits = (self.answers, timeouts.answer_idle, timeouts.held_back);
-        ended(reply.pass(waits, &mut self.inbound, &self.out).await)
+        ended(own_reply::let_pass(reply, waits, &mut self.inbound, &self.out).await)
     }
 
     async fn follow(
@@ -269,7 +259,8 @@ impl PickerStream {
             Request::RequestHeaders(told) => told,
             // A filter before this one responded, so no request comes.
             Request::ResponseHeaders(told) => {
-                return Err(StreamHalt::Replied(GatewayReply::of(&told)));
+                let reply = GatewayReply::of(&told, message.details);
+                return Err(StreamHalt::Replied(reply));
             }
             request => return Err(out_of_turn(&request, "first")),
         };
@@ -379,7 +370,11 @@ impl PickerStream {
         if !is_bodiless {
             match modes.requests {
                 BodyMode::Duplex | BodyMode::StreamedEarly => {}
-                BodyMode::Streamed if !self.picker.settings.allows_overrides() => {
+                // Envoy overrides no mode while the other body is in full duplex.
+                BodyMode::Streamed
+                    if !self.picker.settings.allows_overrides()
+                        || modes.answers == BodyMode::Duplex =>
+                {
                     return Err(override_not_allowed());
                 }
                 BodyMode::Streamed => {
@@ -413,6 +408,8 @@ impl PickerStream {
         };
         match taken {
             Ok(taken) => Ok((taken, upload)),
+            // What was taken for the whole body is only its first piece.
+            Err(ProxyError::BadRequest { .. }) if upload.may_go_on() => Err(override_ignored()),
             Err(failure) => {
                 accounting.request_metrics().is_refused();
                 Err(failure.into())

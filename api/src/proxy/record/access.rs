@@ -231,10 +231,10 @@ impl TokensUsed {
 }
 
 /// Returns the cause of a failure, from the last attempt or else from the client's error; `None` if
-/// the request did not fail.
+/// the request did not fail and no cause is known.
 fn cause(end: &EndedAccess<'_>, last: Option<&DecidedAttempt>) -> Option<String> {
     if !end.is_failure() {
-        return None;
+        return end.cause.map(str::to_owned);
     }
     let decision = last.map(|last| &last.decision);
     let failure = decision.and_then(|decision| Some((decision.failure()?, decision.detail())));

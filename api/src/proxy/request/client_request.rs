@@ -62,6 +62,9 @@ pub struct RequestHead<'a> {
     pub headers: &'a HeaderMap,
     /// Origin of the request.
     pub origin: RequestOrigin<'a>,
+    /// Whether a gateway asks for endpoints for it. Only then do the headers of the Gateway API
+    /// Inference Extension count.
+    pub is_of_gateway: bool,
 }
 
 /// A parsed request.
@@ -283,13 +286,14 @@ impl RequestReader {
         let client = Client {
             holder,
             origin: head.origin,
+            is_of_gateway: head.is_of_gateway,
             headers,
         };
         let identified = identify(&self.settings, hashing, &client, &request.parsed);
         let IdentifiedUser { name, source } = identified?;
         check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
-        let is_trusted = is_trusted(&self.settings, head.origin);
-        let priority = priority(headers, self.settings.priority_max, is_trusted)?;
+        let has_objective = head.is_of_gateway && is_trusted(&self.settings, head.origin);
+        let priority = priority(headers, self.settings.priority_max, has_objective)?;
         let isolation = self.isolate(head.path, &name, &mut request, body).await?;
         // Tokenize once, from the body that the engine receives.
         let ReadRequest {
@@ -300,7 +304,7 @@ impl RequestReader {
         identity.isolation = isolation;
         let request = ClientRequest {
             preferences: self.decider.preferences(headers)?,
-            deadline: deadline::client_deadline(headers),
+            deadline: deadline::client_deadline(headers, parsed.stream),
             stages: stages(head.path, &parsed),
             address: client_address(&self.settings, head.origin, headers),
             priority,

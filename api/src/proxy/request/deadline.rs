@@ -5,7 +5,7 @@
 //! | `x-request-timeout` | seconds (`2.5`), or with a unit: `250ms`, `30s`, `2m` | clients, on purpose |
 //! | `x-envoy-expected-rq-timeout-ms` | milliseconds | Envoy |
 //! | `x-stainless-timeout`, `x-stainless-read-timeout` | seconds | OpenAI's and Anthropic's SDKs |
-//! | `x-llm-d-slo-ttft-ms` | milliseconds | clients of llm-d |
+//! | `x-llm-d-slo-ttft-ms`, of streams only | milliseconds to the first token | clients of llm-d |
 //! | `grpc-timeout` | digits and one of `H M S m u n` | gRPC gateways |
 //!
 //! The shortest deadline counts. Unreadable values and 0 are ignored: the headers belong to other
@@ -18,12 +18,15 @@ use http::HeaderMap;
 /// Name of a header, and the parser of its value.
 type HeaderReader = (&'static str, fn(&str) -> Option<Duration>);
 
+/// Header with the time to the first token.
+const FIRST_TOKEN: &str = "x-llm-d-slo-ttft-ms";
+
 const READINGS: [HeaderReader; 6] = [
     ("x-request-timeout", with_unit),
     ("x-envoy-expected-rq-timeout-ms", |text| {
         text.parse().ok().map(Duration::from_millis)
     }),
-    ("x-llm-d-slo-ttft-ms", |text| {
+    (FIRST_TOKEN, |text| {
         text.parse().ok().map(Duration::from_millis)
     }),
     ("x-stainless-timeout", seconds),
@@ -31,10 +34,12 @@ const READINGS: [HeaderReader; 6] = [
     ("grpc-timeout", grpc),
 ];
 
-/// Returns how long the client waits; `None` if no header states it.
-pub(super) fn client_deadline(headers: &HeaderMap) -> Option<Duration> {
+/// Returns how long the client waits; `None` if no header states it. The time to the first token
+/// says nothing about a response that is not streamed.
+pub(super) fn client_deadline(headers: &HeaderMap, is_stream: bool) -> Option<Duration> {
     let read = |(name, read): &HeaderReader| read(headers.get(*name)?.to_str().ok()?.trim());
-    let told = READINGS.iter().filter_map(read);
+    let counts = |(name, _): &&HeaderReader| is_stream || *name != FIRST_TOKEN;
+    let told = READINGS.iter().filter(counts).filter_map(read);
     told.filter(|deadline| !deadline.is_zero()).min()
 }
 
@@ -114,7 +119,7 @@ mod tests {
             ("grpc-timeout", "200m", 200),
             ("grpc-timeout", "1H", 3_600_000),
         ] {
-            let told = client_deadline(&headers(&[(name, value)]));
+            let told = client_deadline(&headers(&[(name, value)]), true);
             assert_eq!(told, Some(Duration::from_millis(ms)), "{name}: {value}");
         }
     }
@@ -123,23 +128,30 @@ mod tests {
     fn unreadable_deadlines_are_ignored() {
         for value in ["", "0", "-1", "soon", "3h", "NaN", "1e400", "m", "5"] {
             let header = ("grpc-timeout", value);
-            let none = client_deadline(&headers(&[header]));
+            let none = client_deadline(&headers(&[header]), true);
             assert_eq!(none, None, "{value}");
         }
         for value in ["", "0", "-1", "soon", "3h", "NaN", "1e400", "inf", "0ms"] {
             assert_eq!(
-                client_deadline(&headers(&[("x-request-timeout", value)])),
+                client_deadline(&headers(&[("x-request-timeout", value)]), true),
                 None,
                 "{value}"
             );
         }
-        assert_eq!(client_deadline(&HeaderMap::new()), None);
+        assert_eq!(client_deadline(&HeaderMap::new(), true), None);
     }
 
     #[test]
     fn the_shortest_deadline_wins() {
         let both = headers(&[("x-stainless-timeout", "600"), ("x-request-timeout", "4s")]);
-        assert_eq!(client_deadline(&both), Some(Duration::from_secs(4)));
+        assert_eq!(client_deadline(&both, true), Some(Duration::from_secs(4)));
+    }
+
+    #[test]
+    fn the_time_to_the_first_token_counts_for_streams_only() {
+        let first = headers(&[("x-llm-d-slo-ttft-ms", "800")]);
+        let told = [true, false].map(|is_stream| client_deadline(&first, is_stream));
+        assert_eq!(told, [Some(Duration::from_millis(800)), None]);
     }
 
     #[test]

@@ -114,6 +114,7 @@ pub(in crate::proxy) struct Client<'a> {
     /// Holder of the client's key, as returned by [`check_key`].
     pub(in crate::proxy) holder: &'a Holder,
     pub(in crate::proxy) origin: RequestOrigin<'a>,
+    pub(in crate::proxy) is_of_gateway: bool,
     pub(in crate::proxy) headers: &'a HeaderMap,
 }
 
@@ -128,8 +129,8 @@ pub(in crate::proxy) struct IdentifiedUser {
 ///
 /// A user given for `explain` takes precedence, then the user of a key of the cluster.
 ///
-/// From a trusted proxy, a gateway's fairness id stands in for a header in `users.identify_by` that
-/// the request lacks.
+/// From a trusted gateway that asks for endpoints, its fairness id stands in for a header in
+/// `users.identify_by` that the request lacks.
 ///
 /// A bare name is one that a key or a trusted proxy vouches for. A client's own claims get the
 /// prefix `header:` or `body:`, so that no client can take another user's name. They count only if
@@ -144,6 +145,7 @@ pub(in crate::proxy) fn identify<'a>(
         holder,
         origin,
         headers,
+        ..
     } = *client;
     let user = |name, source| IdentifiedUser {
         name: UserName::bounded(name),
@@ -215,7 +217,8 @@ fn fairness_id<'a>(
     client: &Client<'a>,
 ) -> Result<Option<IdentifiedUser>, ProxyError> {
     let named = header_text(client.headers, &FAIRNESS_ID);
-    let Some(name) = named.filter(|_| is_trusted(settings, client.origin)) else {
+    let Some(name) = named.filter(|_| client.is_of_gateway && is_trusted(settings, client.origin))
+    else {
         return Ok(None);
     };
     Ok(Some(IdentifiedUser {
@@ -327,6 +330,7 @@ mod tests {
         let client = Client {
             holder: &holder,
             origin: RequestOrigin::Address(&peer),
+            is_of_gateway: peer == GATEWAY,
             headers: &headers,
         };
         match identify(settings, || 7.into(), &client, &parsed) {
@@ -336,6 +340,8 @@ mod tests {
     }
 
     const PROXY: &str = "127.0.0.1";
+    /// A trusted proxy that asks for endpoints.
+    const GATEWAY: &str = "127.0.0.2";
     const STRANGER: &str = "192.0.2.9";
 
     #[test]
@@ -351,8 +357,9 @@ mod tests {
         assert_eq!(named(&settings, PROXY, &head), "head");
         assert_eq!(named(&settings, STRANGER, &head), "header:head");
         let fair = [("x-gateway-inference-fairness-id", "team")];
-        assert_eq!(named(&settings, PROXY, &fair), "team");
-        assert_eq!(named(&settings, PROXY, &[head[0], fair[0]]), "head");
+        assert_eq!(named(&settings, GATEWAY, &fair), "team");
+        assert_eq!(named(&settings, GATEWAY, &[head[0], fair[0]]), "head");
+        assert_eq!(named(&settings, PROXY, &fair), "body:body");
         assert_eq!(named(&settings, STRANGER, &fair), "body:body");
         assert_eq!(named(&settings, PROXY, &[]), "body:body");
         assert_eq!(

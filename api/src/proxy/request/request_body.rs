@@ -104,7 +104,9 @@ impl BodyReader<'_> {
         }
         let began = Instant::now();
         if let Some(decoder) = BodyDecoder::of(encoding, bytes_max) {
-            return self.read_compressed(decoder, body, held, began).await;
+            return self
+                .read_compressed(decoder, (body, announced), held, began)
+                .await;
         }
         let mut whole = BytesMut::new();
         let mut first = Bytes::new();
@@ -127,18 +129,19 @@ impl BodyReader<'_> {
             whole.extend_from_slice(&std::mem::take(&mut first));
             whole.extend_from_slice(&data);
         }
-        Ok(if whole.is_empty() {
-            first
-        } else {
-            whole.freeze()
-        })
+        let whole = match whole.is_empty() {
+            true => first,
+            false => whole.freeze(),
+        };
+        check_announced(announced, whole.len() as u64)?;
+        Ok(whole)
     }
 
     /// Reads a compressed body and decodes it as it arrives.
     async fn read_compressed<B: Body<Data = Bytes> + Unpin>(
         &self,
         mut decoder: BodyDecoder,
-        body: &mut B,
+        (body, announced): (&mut B, Option<u64>),
         held: &mut HeldBodyBytes,
         began: Instant,
     ) -> Result<Bytes, ProxyError> {
@@ -160,6 +163,7 @@ impl BodyReader<'_> {
                 }
             }
         }
+        check_announced(announced, received)?;
         decoder.end()
     }
 
@@ -234,6 +238,17 @@ async fn discard(bytes_max: u64, patience: Duration, mut body: Incoming) {
     let _: Result<(), _> = timeout(patience, read).await;
 }
 
+/// Fails if a body does not have the length that was announced. A gateway that repeats a request may
+/// leave a part out.
+fn check_announced(announced: Option<u64>, length: u64) -> Result<(), ProxyError> {
+    match announced.filter(|announced| *announced != length) {
+        None => Ok(()),
+        Some(announced) => Err(bad_request(&format!(
+            "the body has {length} bytes, but content-length is {announced}"
+        ))),
+    }
+}
+
 fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
@@ -296,18 +311,18 @@ pub(super) fn check_head(version: Version, headers: &HeaderMap) -> Result<(), Pr
 }
 
 /// Returns the requested priority, capped at `priority_max`; 0 if none. Fails if it is no integer.
-/// Without one, a trusted gateway's objective counts if it is an integer. Its name of an
+/// Without one, the objective counts if `has_objective`, and if it is an integer. The name of an
 /// `InferenceObjective`, which Quorate does not read, does not.
 pub(in crate::proxy) fn priority(
     headers: &HeaderMap,
     priority_max: i16,
-    is_trusted: bool,
+    has_objective: bool,
 ) -> Result<i16, ProxyError> {
     let integer = |value: &HeaderValue| -> Option<i64> { value.to_str().ok()?.trim().parse().ok() };
     let asked = match headers.get(PRIORITY) {
         Some(value) => integer(value),
         None => {
-            let objective = headers.get(OBJECTIVE).filter(|_| is_trusted);
+            let objective = headers.get(OBJECTIVE).filter(|_| has_objective);
             Some(objective.and_then(integer).unwrap_or(0))
         }
     };
