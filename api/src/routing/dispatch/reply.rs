@@ -165,9 +165,10 @@ impl TokenChain {
 
     fn finish(mut self, end: ReplyEnd) -> Vec<BlockHash> {
         let mut blocks = Vec::new();
-        let text = self.text.as_deref().unwrap_or_default();
-        let seed = xxh3_64(text.as_bytes());
-        let Some(mut ids) = self.take_ids(end).or_else(|| self.unknown_ids(end, seed)) else {
+        let text = self.text.as_deref().filter(|text| !text.is_empty());
+        let seed = text.map(|text| xxh3_64(text.as_bytes()));
+        let taken = self.take_ids(end);
+        let Some(mut ids) = taken.or_else(|| self.unknown_ids(end, seed?)) else {
             return blocks;
         };
         // An engine computes the KV cache of a token when it generates the next one. So the last
@@ -200,13 +201,14 @@ impl TokenChain {
         is_believed.then_some(ids)
     }
 
-    /// Returns as many ids as the engine reported, which no prompt contains. Their blocks match
-    /// nothing, but the engine's cache holds as many, for which it evicts others.
+    /// Returns as many ids as the engine reported for a text, which no prompt contains. Their blocks
+    /// match nothing, but the engine's cache holds as many, for which it evicts others. Other output,
+    /// such as a call of a tool, is often rendered into the next prompt as the tokens that it was.
     fn unknown_ids(&self, end: ReplyEnd, seed: u64) -> Option<Vec<u32>> {
         if matches!(&self.seam, Some(ReplyJoin::Local(seam)) if seam.is_framed()) {
             return None;
         }
-        let made = end.tokens?.min(IDS_MAX);
+        let made = end.tokens?.min(REPLY_BLOCKS_MAX * self.block_size as usize);
         Some(
             (0..made)
                 .map(|position| unknown_id(seed, position))
