@@ -36,6 +36,7 @@ pub mod pool;
 mod pooled_connection;
 mod probe;
 pub mod prometheus_text;
+mod recognition;
 mod segments;
 mod send_error;
 mod slot_table;
