@@ -99,6 +99,7 @@ REQUESTS = {
         "a key of the cluster": post(chat(), authorization="Bearer A_KEY"),
         "a key of the engine": post(chat(), authorization="Bearer sk-of-the-engine"),
         "the first of a limited user": post(chat(), x_quorate_user="limited-MODE"),
+        "a limited user whom the gateway names": post(chat(), x_gateway_inference_fairness_id="limited-MODE"),
         "models": get_of("/v1/models"),
         "a model": get_of("/v1/models/spy"),
         "the head of models": get_of("/v1/models", "HEAD"),
@@ -129,7 +130,6 @@ REQUESTS = {
     429: {
         "a limit of the engine": post(chat("limit")),
         "the second of a limited user": post(chat(), x_quorate_user="limited-MODE"),
-        "a limited user whom the gateway names": post(chat(), x_gateway_inference_fairness_id="limited-MODE"),
     },
     502: {
         "a redirect of the engine": post(chat("redirect")),
@@ -149,6 +149,8 @@ DIFFERENT = {
     "an engine at a name": is_unaddressed,
     "an engine below a path": is_unaddressed,
     "a stored response": lambda answer: answer.status == 501,
+    # Data ports do not read the header.
+    "a limited user whom the gateway names": lambda answer: answer.status == 429,
     # The gateway resets its stream to Quorate, so that no event can follow.
     "an end in mid-stream": lambda answer: answer.cut or answer.status == 502,
     "an end in mid-answer": lambda answer: answer.cut or answer.status == 502,
