@@ -10,8 +10,10 @@
 //! Occasional misses mean that the prediction is too high, not that the cache was emptied.
 //!
 //! vLLM computes the last block of every hit again if its speculator reads the model's hidden states
-//! (EAGLE, MTP), in some versions, and says so nowhere. It shows in responses of which every one
-//! that is off is off by this block, while none is right.
+//! (EAGLE, MTP), in some versions, and says so nowhere. It shows in responses of which many are off
+//! by this block, while none is right. Such evidence contradicts only the predictions that it was
+//! compared with, so it is discarded once the cluster predicts otherwise: else replicas that saw
+//! the engine at different times would correct each other without end.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -29,9 +31,11 @@ const COLD_OF_ONE: u32 = 8;
 const WARM_MIN: u32 = 8;
 const WARM_MAX: u32 = 16;
 
-/// Number of responses in a row, none of them as predicted, whose hits were a block shorter (or
-/// longer) than predicted, that indicate that the engine computes the last block again (or not).
-const OFF_BY_A_BLOCK: u32 = 16;
+/// Number of responses, to several users or to one and none between them as predicted, whose hits
+/// were a block shorter (or longer) than predicted, that indicate that the engine computes the last
+/// block again (or not).
+const OFF_OF_SEVERAL: u32 = 16;
+const OFF_OF_ONE: u32 = 32;
 
 /// Form of a response: its path, and whether it is a stream. Only some forms may report cached
 /// tokens.
@@ -57,6 +61,17 @@ impl AnswerForm {
     }
 }
 
+/// Cached tokens that a response reports, and their prediction.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FoundTokens {
+    pub(crate) user: UserKey,
+    pub(crate) predicted: u64,
+    pub(crate) cached: u64,
+    /// Whether predictions leave out the last block; `None` if the prompt is identified by
+    /// characters, so that a prediction is not accurate to a block.
+    pub(crate) leaves_out: Option<bool>,
+}
+
 /// Reports of cached tokens in responses, by slot.
 pub(super) struct CacheReports(Box<[Mutex<EngineReports>]>);
 
@@ -69,15 +84,37 @@ struct EngineReports {
     forms: u16,
     /// Number of recent warm responses, less twice the number of cold ones between them.
     warm: u32,
-    /// Number of cold responses since the last warm one.
-    cold: u32,
-    /// User who got the first of the cold responses; `None` if there are none.
+    /// Cold responses since the last warm one.
+    cold: EvidenceRun,
+    /// Whether the predictions that `off` contradicts left out the last block.
+    left_out: bool,
+    /// Responses that were off by this block, since the last one that was not.
+    off: EvidenceRun,
+}
+
+/// Responses of one kind, without one of the contrary between them.
+#[derive(Debug, Default)]
+struct EvidenceRun {
+    count: u32,
+    /// User who got the first; `None` if there are none.
     first: Option<UserKey>,
     is_of_several: bool,
-    /// Numbers of hits that were a block shorter or longer than predicted, since the last one that
-    /// was as predicted or the contrary.
-    shorter: u32,
-    longer: u32,
+}
+
+impl EvidenceRun {
+    fn add(&mut self, user: UserKey) {
+        self.count = self.count.saturating_add(1);
+        let first = *self.first.get_or_insert(user);
+        self.is_of_several |= first != user;
+    }
+
+    /// Whether there are as many as are needed of several users, or of one.
+    fn is_enough(&self, of_several: u32, of_one: u32) -> bool {
+        match self.is_of_several {
+            true => self.count >= of_several,
+            false => self.count >= of_one,
+        }
+    }
 }
 
 impl Default for CacheReports {
@@ -105,43 +142,26 @@ impl CacheReports {
         self.of(backend).is_some_and(|reports| reports.forms != 0)
     }
 
-    /// Records how many of the predicted tokens a response to `user` found cached.
-    pub(super) fn found(&self, backend: BackendRef, user: UserKey, predicted: u64, cached: u64) {
-        if predicted < PREDICTED_MIN {
-            return;
-        }
-        if let Some(mut reports) = self.of(backend) {
-            reports.found(user, cached.saturating_mul(COLD_PART) < predicted);
-        }
-    }
-
-    /// Records how a response compares with its prediction, in tokens, at an engine with blocks of
-    /// `block` tokens.
-    pub(super) fn compare(&self, backend: BackendRef, block: u64, predicted: u64, cached: u64) {
-        if predicted.max(cached) < 2 * block.max(1) {
-            return;
-        }
+    /// Records what a response found cached. Compares it with the prediction if the engine's blocks
+    /// are known to have `block` tokens.
+    pub(super) fn found(&self, backend: BackendRef, found: FoundTokens, block: Option<u32>) {
         let Some(mut reports) = self.of(backend) else {
             return;
         };
-        let (shorter, longer) = match () {
-            () if predicted == cached => (0, 0),
-            () if predicted == cached + block => (reports.shorter.saturating_add(1), 0),
-            () if cached == predicted + block => (0, reports.longer.saturating_add(1)),
-            () => return,
-        };
-        (reports.shorter, reports.longer) = (shorter, longer);
+        if found.predicted >= PREDICTED_MIN {
+            reports.found(found);
+        }
+        if let Some((block, leaves_out)) = block.zip(found.leaves_out) {
+            reports.compare(found, leaves_out, u64::from(block.max(1)));
+        }
     }
 
     /// Returns whether the engine computes the last block of hits again; `None` unless that appears
-    /// to differ from what was predicted.
-    pub(super) fn drops_last_block(&self, backend: BackendRef) -> Option<bool> {
-        let reports = self.of(backend)?;
-        match () {
-            () if reports.shorter >= OFF_BY_A_BLOCK => Some(true),
-            () if reports.longer >= OFF_BY_A_BLOCK => Some(false),
-            () => None,
-        }
+    /// to differ from `known`, which the cluster predicts.
+    pub(super) fn drops_last_block(&self, backend: BackendRef, known: bool) -> Option<bool> {
+        let mut reports = self.of(backend)?;
+        let off = reports.off_from(known);
+        off.is_enough(OFF_OF_SEVERAL, OFF_OF_ONE).then_some(!known)
     }
 
     /// Whether the engine's cache appears to be emptied.
@@ -170,24 +190,47 @@ impl CacheReports {
 }
 
 impl EngineReports {
-    fn found(&mut self, user: UserKey, is_cold: bool) {
-        if !is_cold {
-            let doubtful = self.cold.saturating_mul(2);
-            self.warm = (self.warm.saturating_sub(doubtful) + 1).min(WARM_MAX);
-            (self.cold, self.first, self.is_of_several) = (0, None, false);
+    fn found(&mut self, found: FoundTokens) {
+        if found.cached.saturating_mul(COLD_PART) < found.predicted {
+            self.cold.add(found.user);
             return;
         }
-        self.cold = self.cold.saturating_add(1);
-        let first = *self.first.get_or_insert(user);
-        self.is_of_several |= first != user;
+        let doubtful = self.cold.count.saturating_mul(2);
+        self.warm = (self.warm.saturating_sub(doubtful) + 1).min(WARM_MAX);
+        self.cold = EvidenceRun::default();
+    }
+
+    fn compare(&mut self, found: FoundTokens, leaves_out: bool, block: u64) {
+        let off = self.off_from(leaves_out);
+        let FoundTokens {
+            predicted, cached, ..
+        } = found;
+        let is_hit = predicted.max(cached) >= block.saturating_mul(2);
+        let is_shorter = is_hit && predicted.checked_sub(cached) == Some(block);
+        let is_longer = is_hit && cached.checked_sub(predicted) == Some(block);
+        let (contradicts, confirms) = match leaves_out {
+            true => (is_longer, is_shorter),
+            false => (is_shorter, is_longer),
+        };
+        if contradicts {
+            off.add(found.user);
+        } else if confirms || predicted == cached && cached > 0 {
+            *off = EvidenceRun::default();
+        }
+    }
+
+    /// Returns the evidence against predictions that leave out the last block, or do not. Discards
+    /// that against others.
+    fn off_from(&mut self, leaves_out: bool) -> &mut EvidenceRun {
+        if self.left_out != leaves_out {
+            self.left_out = leaves_out;
+            self.off = EvidenceRun::default();
+        }
+        &mut self.off
     }
 
     fn is_emptied(&self) -> bool {
-        let needed = match self.is_of_several {
-            true => COLD_OF_SEVERAL,
-            false => COLD_OF_ONE,
-        };
-        self.warm >= WARM_MIN && self.cold >= needed
+        self.warm >= WARM_MIN && self.cold.is_enough(COLD_OF_SEVERAL, COLD_OF_ONE)
     }
 }
 
@@ -202,6 +245,33 @@ mod tests {
             slot: Slot(3),
             incarnation: Incarnation(incarnation),
         }
+    }
+
+    fn of_text(user: u64, predicted: u64, cached: u64) -> FoundTokens {
+        FoundTokens {
+            user: UserKey(user),
+            predicted,
+            cached,
+            leaves_out: None,
+        }
+    }
+
+    /// Reports responses to two users whose predictions leave out the last block or do not, and
+    /// returns what the engine does in contrast.
+    fn after(
+        reports: &CacheReports,
+        count: u32,
+        leaves_out: bool,
+        (predicted, cached): (u64, u64),
+    ) -> Option<bool> {
+        for nth in 0..count {
+            let found = FoundTokens {
+                leaves_out: Some(leaves_out),
+                ..of_text(u64::from(nth % 2), predicted, cached)
+            };
+            reports.found(life(1), found, Some(16));
+        }
+        reports.drops_last_block(life(1), leaves_out)
     }
 
     #[test]
@@ -221,7 +291,7 @@ mod tests {
     #[test]
     fn consecutive_cold_answers_indicate_an_emptied_cache() {
         let reports = CacheReports::default();
-        let found = |user, cached| reports.found(life(1), UserKey(user), 512, cached);
+        let found = |user, cached| reports.found(life(1), of_text(user, 512, cached), None);
         (0..20).for_each(|_| found(1, 500));
         for nth in 0..COLD_OF_ONE {
             assert!(!reports.is_emptied(life(1)), "after {nth} of one user");
@@ -238,30 +308,76 @@ mod tests {
 
     #[test]
     fn hits_that_are_all_off_by_a_block_indicate_that_it_is_computed_again() {
-        let (reports, engine) = (CacheReports::default(), life(1));
-        let times = |count: u32, predicted: u64, cached: u64| {
-            (0..count).for_each(|_| reports.compare(engine, 16, predicted, cached));
-            reports.drops_last_block(engine)
-        };
-        assert_eq!(times(OFF_BY_A_BLOCK - 1, 64, 48), None);
-        // Evictions and hits of one block tell nothing.
-        assert_eq!(times(9, 160, 32), None);
-        assert_eq!(times(9, 16, 0), None);
-        assert_eq!(times(1, 32, 16), Some(true));
-        assert_eq!(reports.drops_last_block(life(2)), None);
-        let (reports, engine) = (CacheReports::default(), life(1));
-        let times = |count: u32, predicted: u64, cached: u64| {
-            (0..count).for_each(|_| reports.compare(engine, 16, predicted, cached));
-            reports.drops_last_block(engine)
-        };
-        // One hit as predicted, or longer, speaks against it.
-        for (predicted, cached) in [(64, 64), (48, 64)] {
-            assert_eq!(times(OFF_BY_A_BLOCK - 1, 64, 48), None);
-            assert_eq!(times(1, predicted, cached), None);
+        for (leaves_out, off, contrary) in [(false, (64, 48), (48, 64)), (true, (48, 64), (64, 48))]
+        {
+            let reports = CacheReports::default();
+            let times = |count, hits| after(&reports, count, leaves_out, hits);
+            assert_eq!(times(OFF_OF_SEVERAL - 1, off), None);
+            // Evictions, misses and hits of one block tell nothing.
+            for hits in [
+                (160, 32),
+                (16, 0),
+                (0, 16),
+                (0, 0),
+                (u64::MAX, 0),
+                (0, u64::MAX),
+            ] {
+                assert_eq!(times(9, hits), None, "{hits:?}");
+            }
+            assert_eq!(times(1, off), Some(!leaves_out));
+            assert_eq!(reports.drops_last_block(life(2), leaves_out), None);
+            // A hit as predicted, however short, or off in the other direction speaks against it.
+            for hits in [(64, 64), (16, 16), contrary] {
+                let reports = CacheReports::default();
+                let times = |count, hits| after(&reports, count, leaves_out, hits);
+                assert_eq!(times(OFF_OF_SEVERAL - 1, off), None);
+                assert_eq!(times(1, hits), None, "{hits:?}");
+                assert_eq!(times(OFF_OF_SEVERAL - 1, off), None);
+                assert_eq!(times(99, contrary), None);
+            }
         }
-        assert_eq!(times(OFF_BY_A_BLOCK - 2, 64, 80), None);
-        assert_eq!(times(1, 64, 80), Some(false));
-        assert_eq!(times(1, 64, 64), None);
+    }
+
+    #[test]
+    fn one_user_or_text_does_not_soon_indicate_that_a_block_is_computed_again() {
+        let reports = CacheReports::default();
+        let found = |leaves_out| {
+            let found = FoundTokens {
+                leaves_out,
+                ..of_text(1, 64, 48)
+            };
+            reports.found(life(1), found, Some(16));
+            reports.drops_last_block(life(1), false)
+        };
+        (0..99).for_each(|_| assert_eq!(found(None), None));
+        (1..OFF_OF_ONE).for_each(|_| assert_eq!(found(Some(false)), None));
+        assert_eq!(found(Some(false)), Some(true));
+    }
+
+    #[test]
+    fn replicas_with_contrary_evidence_settle_on_the_latest() {
+        let replicas = [CacheReports::default(), CacheReports::default()];
+        let mut known = false;
+        // Each replica probes the engine in turn, and its proposal is applied at once.
+        let settle = |known: &mut bool| {
+            let mut changes = 0;
+            for reports in replicas.iter().cycle().take(8) {
+                if let Some(drops) = reports.drops_last_block(life(1), *known) {
+                    *known = drops;
+                    changes += 1;
+                }
+            }
+            changes
+        };
+        // Both saw a speculator that drops blocks; then only one gets requests.
+        for reports in &replicas {
+            after(reports, 99, false, (64, 48));
+        }
+        assert_eq!((settle(&mut known), known), (1, true));
+        after(&replicas[0], 99, true, (48, 64));
+        assert_eq!((settle(&mut known), known), (1, false));
+        after(&replicas[1], 99, false, (64, 48));
+        assert_eq!((settle(&mut known), known), (1, true));
     }
 
     #[test]
@@ -269,10 +385,10 @@ mod tests {
         let reports = CacheReports::default();
         for round in 0..100 {
             let cached = if round % 5 < 3 { 0 } else { 500 };
-            reports.found(life(1), UserKey(round), 512, cached);
+            reports.found(life(1), of_text(round, 512, cached), None);
             assert!(!reports.is_emptied(life(1)), "round {round}");
         }
-        (0..20).for_each(|user| reports.found(life(1), UserKey(user), 100, 0));
+        (0..20).for_each(|user| reports.found(life(1), of_text(user, 100, 0), None));
         assert!(!reports.is_emptied(life(1)), "too short to tell");
     }
 }

@@ -56,7 +56,7 @@ pub(crate) struct EngineReading {
     pub(crate) prompt_tokens: Option<u64>,
     /// Tokens per block of the engine's cache.
     pub(crate) block_size: Option<u32>,
-    /// Whether a vLLM engine speculates; `None` for other engines.
+    /// Whether the engine is a vLLM one that speculates; `None` if unknown.
     pub(crate) speculates: Option<bool>,
     /// Number of probes that were refused a connection since this replica has known the engine.
     pub(crate) refusals: u64,
@@ -228,9 +228,11 @@ impl FactsMemory {
 
 /// Returns whether the engine computes the last block of hits again, if this is news.
 fn new_drop(known: &Backend, saw: &EngineReading, round: &ProbeRound) -> Option<bool> {
-    let now = match saw.speculates? {
-        true => round.drops_last_block?,
-        false => false,
+    let now = match saw.speculates {
+        Some(true) => round.drops_last_block?,
+        Some(false) => false,
+        // An engine without metrics is not suspected, but may be acquitted.
+        None => round.drops_last_block.filter(|drops| !drops)?,
     };
     (known.facts.drops_last_block.unwrap_or(false) != now).then_some(now)
 }
@@ -520,8 +522,9 @@ mod tests {
         assert_eq!(news(None, yes, yes), yes);
         assert_eq!(news(no, yes, yes), yes);
         assert_eq!(news(yes, yes, no), no);
-        // It runs without a speculator now.
+        // It runs without a speculator now, or without metrics.
         assert_eq!(news(yes, no, None), no);
+        assert_eq!(news(yes, None, no), no);
         for (known, speculates, shown) in [
             (None, no, yes),
             (None, None, yes),
@@ -529,7 +532,8 @@ mod tests {
             (None, yes, no),
             (yes, yes, None),
             (yes, yes, yes),
-            (yes, None, no),
+            (yes, None, None),
+            (yes, None, yes),
         ] {
             assert_eq!(
                 news(known, speculates, shown),

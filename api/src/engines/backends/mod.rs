@@ -72,6 +72,7 @@ pub use addresses::{
 };
 pub use bootstrap_rooms::BOOTSTRAP_PORT_LABEL;
 pub use cache_reports::AnswerForm;
+pub(crate) use cache_reports::FoundTokens;
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
@@ -520,23 +521,12 @@ impl Backends {
         self.cache_reports.tells_any(backend)
     }
 
-    /// Records how many of the predicted tokens a response to `user` found cached.
-    pub(crate) fn found_cached(
-        &self,
-        backend: BackendRef,
-        user: UserKey,
-        predicted: u64,
-        cached: u64,
-    ) {
-        self.cache_reports.found(backend, user, predicted, cached);
+    /// Records how many of the predicted tokens a response found cached.
+    pub(crate) fn found_cached(&self, backend: BackendRef, found: FoundTokens) {
         let block = self
             .board
             .read(backend.slot, |record| record.metrics.block_size);
-        if let Some(block) = block.flatten() {
-            let block = u64::from(block);
-            self.cache_reports
-                .compare(backend, block, predicted, cached);
-        }
+        self.cache_reports.found(backend, found, block.flatten());
     }
 
     fn announce_circuit(&self, id: String, is_open: bool) {

@@ -199,8 +199,7 @@ impl Probe {
                 started_at_s: metrics.started_at_s,
                 prompt_tokens: metrics.prompt_tokens,
                 block_size: metrics.block_size,
-                speculates: (metrics.kind == Some(EngineKind::Vllm))
-                    .then_some(metrics.is_speculating),
+                speculates: None,
                 refusals: 0,
             };
             let signs = self.signs(saw.started_at_s.or(process.started_at_s));
@@ -224,6 +223,12 @@ impl Probe {
             if !is_described && saw.models.is_some() {
                 is_described = self.describe(&mut client).await;
             }
+            saw.speculates = match self.backends.kind(self.stay.slot()) {
+                Some(EngineKind::Vllm) => {
+                    (metrics.kind == Some(EngineKind::Vllm)).then_some(metrics.is_speculating)
+                }
+                other => other.map(|_| false),
+            };
             self.report_changes(&mut memory, (&saw, rank));
             self.pause(
                 settings.interval,
@@ -400,14 +405,16 @@ impl Probe {
             .chain(saw.models.iter().flatten())
             .chain(known.spec.models.iter())
             .find(|model| *model != "*");
+        let reports = &self.backends.cache_reports;
+        let drops = known.facts.drops_last_block.unwrap_or(false);
         let round = ProbeRound {
             tokens_per_block: (self.hooks.tokens_per_block)(model.map_or("*", String::as_str)),
             is_leader: (self.hooks.is_leader)(),
             // A clock before 1970 yields no start time worth proposing.
             unix_s: self.hooks.clock.unix_ms() / 1000,
             now: Instant::now(),
-            is_emptied: self.backends.cache_reports.is_emptied(known.handle),
-            drops_last_block: self.backends.cache_reports.drops_last_block(known.handle),
+            is_emptied: reports.is_emptied(known.handle),
+            drops_last_block: reports.drops_last_block(known.handle, drops),
         };
         // The first rank reports the facts of the engine.
         let is_told = !known.is_further_rank();

@@ -27,13 +27,14 @@ use tokio_util::sync::CancellationToken;
 
 use self::output_lengths::OutputLengths;
 use self::priced_total::{LargestRequest, PricedTotal};
+use self::prompt_size::PromptSize;
 use self::samples::ServiceSamples;
 use self::text_samples::TextSums;
 use super::decide::routing_table::Fleet;
 use super::learnt::KnownPrefixes;
 use super::load::LoadTable;
 use super::outbox::{Overlay, SharedOutbox};
-use crate::engines::backends::Backends;
+use crate::engines::backends::{Backends, FoundTokens};
 use crate::users::user_name::UserName;
 
 /// Interval at which samples, output lengths and token counts are queued for the log.
@@ -65,6 +66,28 @@ impl Dispatcher {
     pub fn caught_up(&self) {
         self.known
             .caught_up(&self.view.blocks, &self.view.registry());
+    }
+
+    /// Records how many of the predicted tokens of a prompt a response to `user` found cached.
+    fn found_cached(
+        &self,
+        backend: BackendRef,
+        user: UserKey,
+        prompt: &PromptSize,
+        (predicted, cached): (u64, u64),
+    ) {
+        let leaves_out = prompt.is_exact.then(|| {
+            let registry = self.view.registry();
+            let facts = registry.backend(backend.slot).map(|known| &known.facts);
+            facts.and_then(|facts| facts.drops_last_block) == Some(true)
+        });
+        let found = FoundTokens {
+            user,
+            predicted,
+            cached,
+            leaves_out,
+        };
+        self.backends.found_cached(backend, found);
     }
 
     /// Records that a request of `user` waits until [`Dispatcher::end_wait`], so that the user does

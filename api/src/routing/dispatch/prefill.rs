@@ -193,9 +193,7 @@ impl OpenPrefill {
         let predicted = prompt.predicted_of(tokens);
         let learnt = self.learnt.tokens(predicted);
         self.meter.count_prefix(tokens, learnt, cached);
-        dispatcher
-            .backends
-            .found_cached(backend, user, predicted, cached);
+        dispatcher.found_cached(backend, user, prompt, (predicted, cached));
         let prediction = Prediction::of(tokens, predicted, cached, prompt.block_tokens);
         dispatcher.samples.predict(backend, user, prediction, now);
     }

@@ -10,6 +10,8 @@ pub(super) struct PromptSize {
     /// with token ids and batches.
     pub(in crate::routing) bytes: u64,
     pub(in crate::routing) tokens: u64,
+    /// Whether the prompt is identified by token ids, so that predictions are accurate to a block.
+    pub(super) is_exact: bool,
     /// Number of the `tokens` that are believed to be cached.
     pub(in crate::routing) predicted: u64,
     /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
@@ -35,6 +37,7 @@ impl PromptSize {
                 false => (identity.chain.len() * tail.block_bytes + tail.bytes.len()) as u64,
             },
             tokens,
+            is_exact: tail.block_bytes == 0,
             predicted: predicted.min(tokens),
             uses_cache: !tail.skips_cache,
             is_miscounted: false,

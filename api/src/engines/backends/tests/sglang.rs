@@ -4,7 +4,9 @@ use super::*;
 use crate::users::isolation::SaltedWork;
 
 /// Returns an engine of SGLang `version` without metrics, which it exports only if enabled.
-fn sglang(version: &'static str) -> impl Fn(&str) -> (StatusCode, String) + Send + Sync + 'static {
+pub(super) fn sglang(
+    version: &'static str,
+) -> impl Fn(&str) -> (StatusCode, String) + Send + Sync + 'static {
     move |path| match path {
         "/ready" => (StatusCode::OK, String::new()),
         "/v1/models" => (StatusCode::OK, MODELS.replace("vllm", "sglang")),

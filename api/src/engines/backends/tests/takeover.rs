@@ -166,16 +166,20 @@ async fn told_drop(bench: &mut Bench) -> bool {
     tokio::time::timeout(PATIENCE, telling).await.unwrap()
 }
 
-#[tokio::test]
-async fn an_engine_is_told_to_drop_blocks_while_it_speculates_and_its_hits_are_shorter() {
-    let speculates = Arc::new(AtomicBool::new(true));
-    let switch = Arc::clone(&speculates);
-    let engine = Engine::start(move |path| match path {
-        "/metrics" if switch.load(Ordering::SeqCst) => (
+/// Runs, one after the other at an address, an engine that speculates and drops blocks, and
+/// `successor`.
+async fn told_of_successor(
+    successor: impl Fn(&str) -> (StatusCode, String) + Send + Sync + 'static,
+) -> bool {
+    let is_first = Arc::new(AtomicBool::new(true));
+    let switch = Arc::clone(&is_first);
+    let engine = Engine::start(move |path| match (switch.load(Ordering::SeqCst), path) {
+        (true, "/metrics") => (
             StatusCode::OK,
             format!("{PAGE}vllm:spec_decode_num_drafts_total 5\n"),
         ),
-        path => vllm(path),
+        (true, path) => vllm(path),
+        (false, path) => successor(path),
     })
     .await;
     let mut bench = Bench::new(quick(), engine.addr);
@@ -186,11 +190,30 @@ async fn an_engine_is_told_to_drop_blocks_while_it_speculates_and_its_hits_are_s
     };
     bench.until("a metrics page", has_page).await;
     let backend = bench.cluster.state.view().registry().backends[0].handle;
-    for _ in 0..16 {
-        bench.backends.found_cached(backend, UserKey(1), 512, 496);
+    for user in 0..16 {
+        let found = FoundTokens {
+            user: UserKey(user),
+            predicted: 512,
+            cached: 496,
+            leaves_out: Some(false),
+        };
+        bench.backends.found_cached(backend, found);
     }
     assert!(told_drop(&mut bench).await);
-    // Started again at the same address without a speculator.
-    speculates.store(false, Ordering::SeqCst);
-    assert!(!told_drop(&mut bench).await);
+    is_first.store(false, Ordering::SeqCst);
+    // As after a request that did not find its model.
+    bench.backends.doubt_list(Slot(0));
+    told_drop(&mut bench).await
+}
+
+#[tokio::test]
+async fn an_engine_is_told_to_drop_blocks_while_it_speculates_and_its_hits_are_shorter() {
+    assert!(!told_of_successor(vllm).await, "it has no speculator");
+}
+
+#[tokio::test]
+async fn an_engine_of_another_kind_is_told_not_to_drop_the_blocks_of_its_predecessor() {
+    // SGLang exports no metrics unless told to.
+    let sglang = sglang::sglang("0.5.23");
+    assert!(!told_of_successor(sglang).await);
 }

@@ -154,9 +154,7 @@ impl OpenAttempt {
             let block_tokens = self.prompt.block_tokens;
             let prediction = Prediction::of(usage.prompt_tokens, predicted, cached, block_tokens);
             let user = self.charged.user;
-            dispatcher
-                .backends
-                .found_cached(self.backend, user, predicted, cached);
+            dispatcher.found_cached(self.backend, user, &self.prompt, (predicted, cached));
             dispatcher
                 .samples
                 .predict(self.backend, user, prediction, now);
