@@ -74,13 +74,18 @@ impl Decider {
         running.sum()
     }
 
-    /// Returns how many leading blocks of the prompt the best-matching backend is believed to hold.
+    /// Returns how many leading blocks of the prompt the best-matching backend is believed to find
+    /// cached.
     #[must_use]
     pub fn best_match(&self, ask: &RoutingRequest<'_>) -> u32 {
-        let mut best = 0;
-        self.view
-            .blocks
-            .match_prefix(matchable(ask), |_, blocks| best = best.max(blocks));
+        let (fleet, mut best) = (self.fleet.table(), 0);
+        let blocks = &self.view.blocks;
+        blocks.match_prefix(matchable(ask), |slot, mut matched| {
+            if let Some(at) = fleet.registry.place(slot) {
+                fleet.leave_out_dropped(at, ask, &mut matched);
+            }
+            best = best.max(matched);
+        });
         best
     }
 

@@ -25,6 +25,8 @@ impl Bench {
             row.matched
         };
         let chosen = self.decide(identity, &[]).unwrap().matched;
+        let queued = self.router.decider().best_match(&ask(identity, &[]));
+        assert_eq!(queued, chosen, "the queue expects the same");
         [chosen, shown(&[]), shown(&[Slot(0)])]
     }
 }
