@@ -17,6 +17,7 @@ pub(super) fn messages(
     let mut messages = Vec::new();
     match body.remove("instructions") {
         None | Some(Value::Null) => {}
+        Some(Value::String(text)) if text.is_empty() && renderer == ChatRenderer::Vllm => {}
         Some(text) => messages.push(message(json!({"role": "system", "content": text}))?),
     }
     let items = match body.remove("input") {
@@ -28,6 +29,7 @@ pub(super) fn messages(
         let is_continued = items.last().is_some_and(is_unfinished);
         body.insert("continue_final_message".to_owned(), is_continued.into());
         body.insert("add_generation_prompt".to_owned(), true.into());
+        show_functions(body);
         // Special tokens come from the template and, unlike in chats, from the tokenizer as well.
         body.insert("add_special_tokens".to_owned(), true.into());
     }
@@ -39,10 +41,10 @@ pub(super) fn messages(
         let is_assistants = item.get("role").is_some_and(|role| role == "assistant");
         match (kind, renderer) {
             ("function_call" | "custom_tool_call", ChatRenderer::Vllm) => {
-                add_call(&mut messages, call(&item));
+                add_call(&mut messages, call(&item, true));
             }
             ("function_call" | "custom_tool_call", ChatRenderer::Sglang) => {
-                messages.push(json!({"role": "assistant", "tool_calls": [call(&item)]}));
+                messages.push(json!({"role": "assistant", "tool_calls": [call(&item, false)]}));
             }
             ("function_call_output" | "custom_tool_call_output", _) => {
                 messages.push(message(json!({
@@ -84,7 +86,54 @@ fn first_text(content: &Value) -> Option<&str> {
         .or_else(|| content.get(0)?.get("text")?.as_str())
 }
 
-fn call(item: &Value) -> Value {
+/// Replaces the tools with the functions that vLLM shows the model in their stead
+/// (`get_function_tools` in `tool_parsers/utils.py`). Tools that run elsewhere are not shown.
+fn show_functions(body: &mut Map<String, Value>) {
+    if let Some(Value::Array(tools)) = body.get_mut("tools") {
+        let shown = std::mem::take(tools).into_iter().flat_map(functions);
+        *tools = shown.collect();
+    }
+}
+
+/// Returns the functions that stand for a tool.
+fn functions(tool: Value) -> Vec<Value> {
+    let function = |function: Value| json!({"type": "function", "function": function});
+    match tool["type"].as_str() {
+        None | Some("function") => vec![function(tool)],
+        Some("custom") => vec![function(json!({
+            "name": tool["name"],
+            "description": tool["description"],
+            "parameters": {
+                "type": "object",
+                "properties": {"input": {
+                    "type": "string",
+                    "description": "The freeform text payload for this tool.",
+                }},
+                "required": ["input"],
+                "additionalProperties": false,
+            },
+        }))],
+        Some("namespace") => {
+            let members = tool["tools"].as_array().into_iter().flatten();
+            let members = members.filter(|member| member["type"] == "function");
+            let named = members.cloned().map(|mut member| {
+                member["name"] = in_namespace(&tool["name"], &member["name"]);
+                function(member)
+            });
+            named.collect()
+        }
+        Some(_) => Vec::new(),
+    }
+}
+
+/// Returns the name under which the model knows a function of a namespace.
+fn in_namespace(namespace: &Value, name: &Value) -> Value {
+    let [namespace, name] = [namespace, name].map(|it| it.as_str().unwrap_or_default());
+    format!("{namespace}__{name}").into()
+}
+
+/// Returns a call as in a chat, with the namespace before its name if `is_flat`.
+fn call(item: &Value, is_flat: bool) -> Value {
     let arguments = match item.get("type").and_then(Value::as_str) {
         // Its one argument is a text.
         Some("custom_tool_call") => Some(
@@ -94,9 +143,15 @@ fn call(item: &Value) -> Value {
         ),
         _ => item.get("arguments").cloned(),
     };
+    let is_named = |namespace: &&Value| namespace.as_str().is_some_and(|it| !it.is_empty());
+    let namespace = item.get("namespace").filter(is_named);
+    let name = match namespace.filter(|_| is_flat && item["type"] == "function_call") {
+        Some(namespace) => in_namespace(namespace, &item["name"]),
+        None => item["name"].clone(),
+    };
     json!({
         "id": item.get("call_id"),
-        "function": {"name": item.get("name"), "arguments": arguments},
+        "function": {"name": name, "arguments": arguments},
         "type": "function",
     })
 }
@@ -180,6 +235,68 @@ mod tests {
             json!({"role": "assistant", "tool_calls": [calls[0]]})
         );
         assert!(body.is_empty());
+    }
+
+    #[test]
+    fn tools_become_the_functions_that_vllm_shows() {
+        let body = json!({
+            "input": [{"type": "function_call", "call_id": "1", "name": "g", "namespace": "ns"}],
+            "tools": [
+                {"type": "web_search"},
+                {"type": "function", "name": "f", "defer_loading": true},
+                {"type": "custom", "name": "c", "format": {"type": "text"}},
+                {"type": "namespace", "name": "ns", "description": "n", "tools": [
+                    {"type": "function", "name": "g"}, {"type": "custom", "name": "h"}]},
+            ],
+        });
+        let read = |renderer| {
+            let mut body = body.as_object().unwrap().clone();
+            let messages = messages(&mut body, renderer).unwrap();
+            let name = messages[0]["tool_calls"][0]["function"]["name"].clone();
+            (name, body["tools"].as_array().unwrap().clone())
+        };
+        let (called, shown) = read(ChatRenderer::Vllm);
+        assert_eq!(called, "ns__g");
+        let names: Vec<_> = shown.iter().map(|it| &it["function"]["name"]).collect();
+        assert_eq!(names, ["f", "c", "ns__g"]);
+        assert_eq!(
+            shown[0].get("defer_loading"),
+            None,
+            "it stays in the function"
+        );
+        assert_eq!(
+            shown[1]["function"]["parameters"]["required"],
+            json!(["input"])
+        );
+        let (called, shown) = read(ChatRenderer::Sglang);
+        assert_eq!((called, shown.len()), (json!("g"), 4));
+    }
+
+    #[test]
+    fn malformed_tools_never_panic() {
+        for tool in [
+            json!(1),
+            json!({"type": "namespace", "tools": [1, {"type": "function"}]}),
+        ] {
+            let body = json!({"input": "hi", "tools": [tool]});
+            let mut body = body.as_object().unwrap().clone();
+            messages(&mut body, ChatRenderer::Vllm).unwrap();
+        }
+    }
+
+    #[test]
+    fn empty_instructions_are_no_message_for_vllm() {
+        for (instructions, renderer, count) in [
+            (json!(""), ChatRenderer::Vllm, 1),
+            (json!(null), ChatRenderer::Vllm, 1),
+            (json!("be brief"), ChatRenderer::Vllm, 2),
+            (json!(""), ChatRenderer::Sglang, 2),
+        ] {
+            let body = json!({"instructions": instructions, "input": "hi"});
+            let mut body = body.as_object().unwrap().clone();
+            let messages = messages(&mut body, renderer).unwrap();
+            assert_eq!(messages.len(), count, "{instructions} {renderer:?}");
+        }
     }
 
     #[test]
