@@ -207,7 +207,7 @@ async fn told_of_successor(
 }
 
 #[tokio::test]
-async fn an_engine_is_told_to_drop_blocks_while_it_speculates_and_its_hits_are_shorter() {
+async fn an_engine_is_told_to_drop_blocks_while_its_shorter_hits_show_it() {
     assert!(!told_of_successor(vllm).await, "it has no speculator");
 }
 
