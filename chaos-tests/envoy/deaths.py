@@ -9,11 +9,13 @@ import threading
 
 from http1 import ask
 from stand import BALANCER, ENGINES, GATEWAY, REPLICAS, Failed, another, check, ext_proc
-from table import modes
+from table import chat, modes
 
 CLIENTS = 30
 # Answers to wait for before something happens, and after.
 ANSWERS = 3 * CLIENTS
+# Longer than what Envoy keeps for a retry. As many wait for less than admission.max_wait at an engine of 1.5 s each.
+LONG_BYTES, LONG_PROMPTS = 200_000, 6
 STREAMS, AT_REPLICAS = "quorate_picker_streams", "quorate_proxy_in_flight_requests"
 
 
@@ -177,7 +179,7 @@ def frozen(stand, load, what, victim):
     load.losses(what, allowed, begun)
 
 
-def pickers(stand, _):
+def pickers(stand, spies):
     """Pickers die behind a gateway."""
     config, port = stand.example(GATEWAY)
     fails_open, open_port = another(config, "fails open")
@@ -189,7 +191,7 @@ def pickers(stand, _):
         drained(stand, load, "drain of a picker", followers(stand)[0])
         frozen(stand, load, "freeze of a picker", followers(stand)[0])
         killed(stand, load, "two of three pickers dead", followers(stand), STREAMS)
-    queued(stand, f"127.0.0.1:{port}")
+    queued(stand, spies[0], f"127.0.0.1:{port}")
     stand.wait_quiet()
     nobody(stand, [f"127.0.0.1:{port}", f"127.0.0.1:{open_port}"])
 
@@ -210,15 +212,36 @@ def nobody(stand, addresses):
     print("no picker: 503, whatever endpoint the client names")
 
 
-def queued(stand, address):
-    """Requests that wait in the queue of a picker that is killed: another one takes them."""
+def queued(stand, spy, address):
+    """Requests that wait in the queue of a picker that is killed: another one takes them, but for long prompts, of
+    which Envoy keeps no more than the beginning."""
     settings = stand.admin(1, "/admin/v1/admission")["config"]
     stand.admin(1, "/admin/v1/admission", {**settings, "concurrency": 1})
-    asking, failed = 6 * ENGINES, []
-    clients = [
-        threading.Thread(target=lambda nth=nth: failed.append(chat_fails(address, f"queued {nth}", True)), daemon=True)
-        for nth in range(asking)
-    ]
+    lost, there = killed_with_queue(stand, 6 * ENGINES, lambda nth: chat_fails(address, f"queued {nth}", True))
+    # No more than one at each engine had left the queue.
+    check(there > ENGINES, f"{there:.0f} requests at the killed picker")
+    check(len(lost) <= ENGINES, f"{len(lost)} of {there:.0f} requests in a killed picker's queue failed: {lost[-3:]}")
+    print(f"queue of a killed picker: {len(lost)} requests failed of {there:.0f} there")
+    body = chat("slow", text="w" * LONG_BYTES)
+    spy.seen.clear()
+
+    def long_fails(_):
+        answer = ask(address, "POST", "/v1/chat/completions", {"content-type": "application/json"}, body)
+        return None if answer.status == 200 and not answer.cut else repr(answer)[:400]
+
+    lost, there = killed_with_queue(stand, LONG_PROMPTS, long_fails)
+    bodies = [seen[-1] for seen in spy.seen]
+    check(there and bodies, f"{there:.0f} long prompts at the killed picker, {len(bodies)} at the engine")
+    check(set(bodies) == {body}, f"an engine got other bodies, of {[len(each) for each in bodies]} bytes")
+    check(len(lost) <= there, f"{len(lost)} of {there:.0f} long prompts at a killed picker failed: {lost[-3:]}")
+    print(f"long prompts there: {len(lost)} requests failed of {there:.0f}; the engine got all others whole")
+    stand.admin(1, "/admin/v1/admission", settings)
+
+
+def killed_with_queue(stand, asking, fails):
+    """Kills a picker while as many clients wait; why some of them failed, and how many were at that picker."""
+    ends = []
+    clients = [threading.Thread(target=lambda nth=nth: ends.append(fails(nth)), daemon=True) for nth in range(asking)]
     for client in clients:
         client.start()
     stand.until("all requests are at pickers", lambda: stand.metric_of_all(STREAMS) == asking)
@@ -229,12 +252,8 @@ def queued(stand, address):
         client.join()
     stand.start_replica(victim)
     stand.wait_all_ready()
-    stand.admin(1, "/admin/v1/admission", settings)
-    lost = [why for why in failed if why]
-    check(len(failed) == asking and there > ENGINES, f"{there:.0f} requests at the killed picker, {len(failed)} ended")
-    # No more than one at each engine had left the queue.
-    check(len(lost) <= ENGINES, f"{len(lost)} of {there:.0f} requests in a killed picker's queue failed: {lost[-3:]}")
-    print(f"queue of a killed picker: {len(lost)} requests failed of {there:.0f} there")
+    check(len(ends) == asking, f"{len(ends)} of {asking} requests ended")
+    return [why for why in ends if why], there
 
 
 def ports(stand, _):
