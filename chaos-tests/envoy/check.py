@@ -21,6 +21,7 @@ drain.dns_ttl = "2s"
 # Unhurried, as a busy machine runs all of this.
 cluster.heartbeat = "200ms"
 cluster.election_timeout = "1s..2s"
+routing.min_index_wait = "2s"
 """
 
 
