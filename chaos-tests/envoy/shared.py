@@ -28,7 +28,8 @@ def halves(stand, address):
     ways = [address, stand.replicas[0][0], address, stand.replicas[2][0]]
     moved, cached, charged = [], 0, {"input_uncached": 0, "input_cached": 0, "output": 0}
     for nth in range(CONVERSATIONS):
-        messages, index, engines = [{"role": "system", "content": f"Conversation {nth}. " + "Be brief. " * 60}], 0, []
+        # So long that to compute it elsewhere costs more than to wait.
+        messages, index, engines = [{"role": "system", "content": f"Conversation {nth}. " + "Be brief. " * 1000}], 0, []
         for number in range(TURNS):
             messages.append({"role": "user", "content": f"Turn {number}: " + "and then? " * 30})
             message, usage, engine, index = turn(ways[(nth + number) % len(ways)], messages, index)
