@@ -226,7 +226,7 @@ async fn a_body_with_a_hole_is_refused() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     // It is a whole JSON value without the part that is missing.
-    let (begin, end) = CHAT.split_once("hel").unwrap();
+    let (begin, end) = CHAT.split_once("hello").unwrap();
     let mut talk = picking.open();
     talk.say(head()).await;
     talk.say(upload(begin, false)).await;

@@ -207,12 +207,12 @@ async fn told_of_successor(
 }
 
 #[tokio::test]
-async fn an_engine_is_told_to_drop_blocks_while_its_shorter_hits_show_it() {
+async fn shorter_hits_show_that_an_engine_drops_its_last_block() {
     assert!(!told_of_successor(vllm).await, "it has no speculator");
 }
 
 #[tokio::test]
-async fn an_engine_of_another_kind_is_told_not_to_drop_the_blocks_of_its_predecessor() {
+async fn an_engine_of_another_kind_does_not_inherit_dropped_blocks() {
     // SGLang exports no metrics unless told to.
     let sglang = sglang::sglang("0.5.23");
     assert!(!told_of_successor(sglang).await);
