@@ -6,7 +6,7 @@ use std::process::Command;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::time::Instant;
 
-use super::client::chat;
+use super::client::{Answer, chat};
 use super::engine::{Engine, Step, json};
 use super::fleet::Fleet;
 
@@ -63,6 +63,12 @@ fn no_engine_is_blamed_for_a_request_that_this_host_cannot_repeat() {
     );
 }
 
+fn out_of_connections(answer: &Answer) {
+    let Answer { status, body, .. } = answer;
+    assert_eq!(*status, 503, "{body}");
+    assert!(body.contains("out_of_connections"), "{body}");
+}
+
 async fn leave_unread_without_descriptors() {
     let answers = |number| match number {
         0 => vec![json("200 OK", "{}"), Step::CloseUnread],
@@ -73,13 +79,7 @@ async fn leave_unread_without_descriptors() {
     let mut client = fleet.client().await;
     assert_eq!(client.ask(chat("")).await.status, 200);
     without_descriptors(async {
-        let answer = client.ask(chat("")).await;
-        assert_eq!(answer.status, 503, "{}", answer.body);
-        assert!(
-            answer.body.contains("out_of_connections"),
-            "{}",
-            answer.body
-        );
+        out_of_connections(&client.ask(chat("")).await);
     })
     .await;
     assert_eq!(fleet.metrics.pool.reset.get(), 1);
@@ -106,12 +106,7 @@ async fn ask_without_descriptors() {
         // Far more failures than open a circuit.
         for _ in 0..20 {
             let answer = client.ask(chat("")).await;
-            assert_eq!(answer.status, 503, "{}", answer.body);
-            assert!(
-                answer.body.contains("out_of_connections"),
-                "{}",
-                answer.body
-            );
+            out_of_connections(&answer);
             assert!(answer.header("retry-after").is_some());
         }
         assert!(engine.requests().is_empty());
