@@ -139,6 +139,11 @@ hash!(
 );
 
 hash!(
+    /// A session of an agent or chat: `xxh3_64` of its user's key and its name, seeded with the
+    /// cluster's hash seed.
+    AgentSessionKey
+);
+hash!(
     /// An API key, drawn at random by the replica that made it. Not its secret.
     ApiKeyId
 );

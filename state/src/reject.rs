@@ -3,7 +3,7 @@
 use bincode::{Decode, Encode};
 
 use crate::bounds::{API_KEYS_MAX, BACKENDS_MAX, USERS_MAX};
-use crate::ids::{ApiKeyId, ReplicaId};
+use crate::ids::{AgentSessionKey, ApiKeyId, ReplicaId};
 
 /// Reason why a command was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, thiserror::Error)]
@@ -40,38 +40,43 @@ pub enum Rejection {
         /// Valid range or form.
         expected: String,
     },
-    /// No user has this name. From format version 4 on.
+    /// No user has this name.
     #[error("no user has the name {name:?}")]
     UnknownUser {
         /// Name given in the command.
         name: String,
     },
-    /// Requests of the user wait or are in flight. From format version 4 on.
+    /// Requests of the user wait or are in flight.
     #[error("requests of the user {name:?} are waiting or in flight")]
     UserBusy {
         /// Name of the user.
         name: String,
     },
-    /// The table of API keys is full, and none has expired. From format version 5 on.
+    /// The table of API keys is full, and none has expired.
     #[error("there are {API_KEYS_MAX} API keys, which is the limit, and none has expired")]
     TooManyKeys,
-    /// No API key has this id. From format version 5 on.
+    /// No API key has this id.
     #[error("no API key has the id {id}")]
     UnknownKey {
         /// Id given in the command.
         id: ApiKeyId,
     },
-    /// Another key already has the id or the secret. From format version 5 on.
+    /// Another key already has the id or the secret.
     #[error("another API key has the id {id} or the same secret")]
     KeyTaken {
         /// Id of the key that the command creates or rotates.
         id: ApiKeyId,
     },
-    /// An operator or another source registered the backend, or it is not lost. From format version
-    /// 10 on.
+    /// An operator or another source registered the backend, or it is not lost.
     #[error("the backend {name:?} does not belong to this source")]
     NotOfSource {
         /// Id of the backend.
         name: String,
+    },
+    /// No session has this key, or it has ended.
+    #[error("no session has the id {session}")]
+    UnknownSession {
+        /// Key given in the command.
+        session: AgentSessionKey,
     },
 }

@@ -422,7 +422,8 @@ pub(super) fn rejected(reject: &Rejection) -> Problem {
         Rejection::StaleSession { .. } => (StatusCode::CONFLICT, "stale-session"),
         Rejection::UnknownBackend { .. }
         | Rejection::UnknownUser { .. }
-        | Rejection::UnknownKey { .. } => (StatusCode::NOT_FOUND, "not-found"),
+        | Rejection::UnknownKey { .. }
+        | Rejection::UnknownSession { .. } => (StatusCode::NOT_FOUND, "not-found"),
         Rejection::KeyTaken { .. } => (StatusCode::CONFLICT, "key-taken"),
         Rejection::NotOfSource { .. } => (StatusCode::CONFLICT, "not-of-source"),
         Rejection::UserBusy { .. } => (StatusCode::CONFLICT, "user-busy"),

@@ -99,6 +99,7 @@ impl RegisterKey {
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
             | Command::RotateKey { .. }
+            | Command::EndTree { .. }
             | Command::SetRanks { .. } => return Vec::new(),
         }]
     }

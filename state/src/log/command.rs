@@ -7,8 +7,8 @@ use bincode::{Decode, Encode};
 
 use crate::discovery::Discovery;
 use crate::ids::{
-    ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId,
-    SessionId, UserKey,
+    AgentSessionKey, ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId,
+    RestoreId, SessionId, UserKey,
 };
 use crate::keys::{ApiKeySpec, SecretHash};
 use crate::kv_events::KvBatch;
@@ -19,6 +19,7 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::{BeliefSample, ServiceSample};
 use crate::settings::AdmissionSettings;
+use crate::trees::{NewSession, SessionRef, SessionTurn};
 
 pub use crate::backends::{BackendRole, BackendSpec, EngineFacts};
 pub use crate::bounds::{
@@ -188,6 +189,11 @@ pub enum Command {
         /// Id of the restore. Any other restore is left alone.
         restore: RestoreId,
     },
+    /// Ends all sessions of the tree with this root.
+    EndTree {
+        /// Root of the tree.
+        root: AgentSessionKey,
+    },
 }
 
 impl Command {
@@ -331,6 +337,19 @@ pub enum Item {
     },
     /// Outcomes of predictions that a backend has prompts cached.
     ObserveBelief(BeliefSample),
+    /// A session begins, with its first turn. If it exists, it moves.
+    BeginSession(NewSession),
+    /// A turn of a session went to another backend than the one before it.
+    MoveSession {
+        /// The session.
+        session: SessionRef,
+        /// Backend of the turn.
+        home: BackendRef,
+    },
+    /// A turn of a session ended.
+    EndTurn(SessionTurn),
+    /// A session's last turn ended.
+    EndSession(SessionRef),
 }
 
 /// Effect of an ended attempt on the engine's cache.

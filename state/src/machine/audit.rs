@@ -66,6 +66,8 @@ pub enum AuditAction {
     ConfigureUser,
     /// The defaults of users were set.
     PutUserDefaults,
+    /// A tree of sessions was ended.
+    EndTree,
 }
 
 /// Audit entries, oldest first. The oldest one is dropped beyond [`AUDIT_ENTRIES_MAX`].

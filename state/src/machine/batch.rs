@@ -81,6 +81,15 @@ impl RouterState {
             Item::ObserveText(sample) => self.observe_text(&sample),
             Item::ObserveBelief(sample) => self.observe_belief(&sample),
             Item::ObserveBlockSize { backend, tokens } => self.observe_block_size(backend, tokens),
+            Item::BeginSession(new) => {
+                self.trees.begin(&new, self.time.now_ms);
+                true
+            }
+            Item::MoveSession { session, home } => {
+                self.trees.relocate(session, home, self.time.now_ms)
+            }
+            Item::EndTurn(turn) => self.trees.turn(&turn, self.time.now_ms),
+            Item::EndSession(session) => self.trees.end_named(session),
         };
         if is_applied {
             ItemResult::Applied

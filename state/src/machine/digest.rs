@@ -19,6 +19,7 @@ impl RouterState {
             users,
             users_rest,
             sessions,
+            self.trees.digest(),
         ];
         let mut bytes = Vec::with_capacity(16 * 16);
         for part in parts {

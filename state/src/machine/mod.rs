@@ -22,6 +22,7 @@ mod sessions;
 mod settings;
 mod snapshot;
 mod time;
+mod trees;
 mod users;
 
 use std::sync::Arc;
@@ -43,6 +44,7 @@ use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
 use crate::reader_assignment::Readers;
 use crate::service::{AssumedCapacities, CapacityCorrections, ServiceStats};
+use crate::trees::Trees;
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
@@ -81,6 +83,7 @@ pub struct RouterState {
     ratios: LearntRatios,
     exact: FollowedBackends,
     keys: Keys,
+    trees: Trees,
     /// Restore in progress, if any.
     staged: Option<StagedRestore>,
     /// Backup that was read ahead of the command that switches to it, if any. It is not part of the
@@ -179,6 +182,7 @@ impl RouterState {
             ratios: LearntRatios::default(),
             exact: FollowedBackends::default(),
             keys: Keys::default(),
+            trees: Trees::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -205,6 +209,7 @@ impl RouterState {
                 self.stamped_ms = envelope.proposed_at_ms;
                 self.time.advance(envelope.proposed_at_ms);
                 self.forget_idle_restore();
+                self.trees.forget_idle(self.time.now_ms);
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
                 reply
@@ -224,6 +229,7 @@ impl RouterState {
             self.view.publish_ratios(self.ratios.view());
         }
         self.publish_keys();
+        self.publish_trees();
         self.publish_evictions();
         self.publish_for_policies();
         self.publish_users();
@@ -321,6 +327,7 @@ impl RouterState {
                 self.finish_restore(origin, restore, bytes)
             }
             Command::AbortRestore { restore } => self.abort_restore(restore),
+            Command::EndTree { root } => self.end_tree(origin, root),
             Command::SetRanks { backend, ranks } => self.set_ranks(backend, ranks),
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)

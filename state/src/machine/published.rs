@@ -24,6 +24,7 @@ use crate::ratios::{RatiosView, TokenRatio};
 use crate::reader_assignment::{Assignment, Readers};
 use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
+use crate::trees::TreesView;
 use crate::users::{RecentUsage, UsersView};
 use crate::view::BlockView;
 
@@ -44,6 +45,7 @@ pub struct StateView {
     users: ArcSwap<UsersView>,
     keys: ArcSwap<KeysView>,
     evictions: ArcSwap<EvictionsView>,
+    trees: ArcSwap<TreesView>,
 }
 
 impl StateView {
@@ -61,6 +63,7 @@ impl StateView {
             users: ArcSwap::from_pointee(users),
             keys: ArcSwap::default(),
             evictions: ArcSwap::default(),
+            trees: ArcSwap::default(),
         }
     }
 
@@ -132,6 +135,13 @@ impl StateView {
         self.evictions.load()
     }
 
+    /// Returns the sessions of agents and their trees, as of the applied index. Cheap; use the guard
+    /// for one request and do not keep it.
+    #[must_use]
+    pub fn trees(&self) -> Guard<Arc<TreesView>> {
+        self.trees.load()
+    }
+
     /// Returns the usage of `user` within the window; zero while no policy reads it.
     #[must_use]
     pub fn user_tokens(&self, user: UserKey) -> UserTokens {
@@ -193,6 +203,10 @@ impl StateView {
 
     pub(super) fn publish_outputs(&self, outputs: OutputsView) {
         self.outputs.store(Arc::new(outputs));
+    }
+
+    pub(super) fn publish_trees(&self, trees: TreesView) {
+        self.trees.store(Arc::new(trees));
     }
 
     pub(super) fn publish_ratios(&self, ratios: RatiosView) {

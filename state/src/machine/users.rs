@@ -53,6 +53,7 @@ impl RouterState {
             None => Err(Rejection::UnknownUser { name }),
             Some(false) => Err(Rejection::UserBusy { name }),
             Some(true) => {
+                self.trees.forget_user(key);
                 self.note(origin, AuditAction::DeleteUser, name);
                 Ok(())
             }

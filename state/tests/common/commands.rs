@@ -14,7 +14,8 @@ use state::command::{
 };
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{
-    AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, UserKey,
+    AgentSessionKey, AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId,
+    SessionId, Slot, UserKey,
 };
 use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
 use state::policy::PolicyConfig;
@@ -22,6 +23,7 @@ use state::prefix::user_key;
 use state::quotas::UserLimits;
 use state::ratios::TextSample;
 use state::service::ServiceSample;
+use state::trees::{NewSession, SessionRef, SessionTurn, TurnUsage};
 
 use super::common::{self, block, chain, spec};
 
@@ -117,7 +119,38 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     prop_oneof![
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
         1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 1 => block_size(), 6 => kv(),
+        6 => session(),
     ]
+}
+
+/// Generates an item about a session of an agent. Its handle may name any session or none.
+fn session() -> impl Strategy<Value = Item> {
+    let handle = || (0_u32..40).prop_map(SessionRef);
+    let key = || (0_u64..8).prop_map(AgentSessionKey);
+    let begin = (key(), prop::option::of(key()), user(), backend()).prop_map(
+        |(key, parent, (user, _), home)| {
+            Item::BeginSession(NewSession {
+                key,
+                parent,
+                user,
+                model: ModelKey(1),
+                home,
+            })
+        },
+    );
+    let turn = (handle(), count(), count(), count()).prop_map(
+        |(session, input_uncached, input_cached, output)| {
+            let usage = TurnUsage {
+                input_uncached,
+                input_cached,
+                output,
+            };
+            Item::EndTurn(SessionTurn { session, usage })
+        },
+    );
+    let relocate =
+        (handle(), backend()).prop_map(|(session, home)| Item::MoveSession { session, home });
+    prop_oneof![3 => begin, 3 => turn, 2 => relocate, 1 => handle().prop_map(Item::EndSession)]
 }
 
 /// Generates any report of a reader, valid or not.
@@ -407,6 +440,7 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => user_defaults(),
         1 => user().prop_map(|(_, name)| Command::ForgiveUser { name }),
         1 => user().prop_map(|(_, name)| Command::DeleteUser { name }),
+        1 => (0_u64..8).prop_map(|key| Command::EndTree { root: AgentSessionKey(key) }),
         1 => (backend(), 0_u16..5)
             .prop_map(|(backend, ranks)| Command::SetRanks { backend, ranks }),
         1 => expire,

@@ -162,6 +162,8 @@ impl ReferenceModel {
             Command::DeleteUser { name } => self.users.delete(name),
             // Simulated engines have one rank.
             Command::SetRanks { .. } => {}
+            // Sessions decide nothing that the model follows.
+            Command::EndTree { .. } => {}
             // The contents of its parts are not examined.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
@@ -249,7 +251,11 @@ impl ReferenceModel {
                     self.unfollow(sample.backend);
                 }
             }
-            Item::ObserveOutputs { .. } => {}
+            Item::ObserveOutputs { .. }
+            | Item::BeginSession(_)
+            | Item::MoveSession { .. }
+            | Item::EndTurn(_)
+            | Item::EndSession(_) => {}
             Item::ObserveText(sample) => self.texts.observe(sample),
             Item::ObserveBlockSize { backend, tokens } => {
                 self.registry.observe_block_size(*backend, *tokens);

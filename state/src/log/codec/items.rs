@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
 //! any other value, so that a later version can give them a meaning.
@@ -27,9 +27,10 @@ use bincode::{Decode, Encode};
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use super::kv;
 use crate::command::{Charge, Item, LeaseOutcome};
-use crate::ids::{BackendRef, BlockHash, ModelKey, UserKey};
+use crate::ids::{AgentSessionKey, BackendRef, BlockHash, ModelKey, UserKey};
 use crate::ratios::TextSample;
 use crate::service::BeliefSample;
+use crate::trees::{NewSession, SessionRef, SessionTurn, TurnUsage};
 
 const ACQUIRE: u8 = 0;
 const MATERIALIZE: u8 = 1;
@@ -48,6 +49,10 @@ mod rare {
     pub(super) const TEXT: u8 = 3;
     pub(super) const BLOCK_SIZE: u8 = 4;
     pub(super) const BELIEF: u8 = 5;
+    pub(super) const BEGIN_SESSION: u8 = 6;
+    pub(super) const MOVE_SESSION: u8 = 7;
+    pub(super) const END_TURN: u8 = 8;
+    pub(super) const END_SESSION: u8 = 9;
 }
 
 const KIND_BITS: u32 = 3;
@@ -115,6 +120,17 @@ impl Encode for Item {
                 put(encoder, u64::from(*tokens))
             }
             Self::ObserveBelief(sample) => put_belief(encoder, sample),
+            Self::BeginSession(new) => put_new_session(encoder, new),
+            Self::MoveSession { session, home } => {
+                put_rare(encoder, rare::MOVE_SESSION)?;
+                put(encoder, u64::from(session.0))?;
+                put_backend(encoder, *home)
+            }
+            Self::EndTurn(turn) => put_turn(encoder, turn),
+            Self::EndSession(session) => {
+                put_rare(encoder, rare::END_SESSION)?;
+                put(encoder, u64::from(session.0))
+            }
         }
     }
 }
@@ -228,8 +244,55 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             found: get_u32(decoder)?,
             computed_blocks: get(decoder)?,
         })),
+        rare::BEGIN_SESSION => get_new_session(decoder).map(Item::BeginSession),
+        rare::MOVE_SESSION => Ok(Item::MoveSession {
+            session: SessionRef(get_u32(decoder)?),
+            home: get_backend(decoder)?,
+        }),
+        rare::END_TURN => get_turn(decoder).map(Item::EndTurn),
+        rare::END_SESSION => get_u32(decoder).map(|it| Item::EndSession(SessionRef(it))),
         _ => Err(no_item(tag)),
     }
+}
+
+fn put_new_session<E: Encoder>(encoder: &mut E, new: &NewSession) -> Result<(), EncodeError> {
+    put_rare(encoder, rare::BEGIN_SESSION)?;
+    new.key.encode(encoder)?;
+    new.parent.encode(encoder)?;
+    new.user.0.to_le_bytes().encode(encoder)?;
+    new.model.0.to_le_bytes().encode(encoder)?;
+    put_backend(encoder, new.home)
+}
+
+fn get_new_session<D: Decoder>(decoder: &mut D) -> Result<NewSession, DecodeError> {
+    Ok(NewSession {
+        key: AgentSessionKey::decode(decoder)?,
+        parent: Decode::decode(decoder)?,
+        user: get_user(decoder)?,
+        model: get_model(decoder)?,
+        home: get_backend(decoder)?,
+    })
+}
+
+fn put_turn<E: Encoder>(encoder: &mut E, turn: &SessionTurn) -> Result<(), EncodeError> {
+    put_rare(encoder, rare::END_TURN)?;
+    put(encoder, u64::from(turn.session.0))?;
+    let usage = &turn.usage;
+    for count in [usage.input_uncached, usage.input_cached, usage.output] {
+        put(encoder, count)?;
+    }
+    Ok(())
+}
+
+fn get_turn<D: Decoder>(decoder: &mut D) -> Result<SessionTurn, DecodeError> {
+    Ok(SessionTurn {
+        session: SessionRef(get_u32(decoder)?),
+        usage: TurnUsage {
+            input_uncached: get(decoder)?,
+            input_cached: get(decoder)?,
+            output: get(decoder)?,
+        },
+    })
 }
 
 fn get_model<D: Decoder>(decoder: &mut D) -> Result<ModelKey, DecodeError> {

@@ -13,8 +13,8 @@ use crate::command::{
 };
 use crate::discovery::{Discovery, DiscoveryChange};
 use crate::ids::{
-    ApiKeyId, AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId, RestoreId,
-    SessionId, Slot, UserKey,
+    AgentSessionKey, ApiKeyId, AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId,
+    RestoreId, SessionId, Slot, UserKey,
 };
 use crate::keys::{ApiKeySpec, SecretHash};
 use crate::policy::{
@@ -24,6 +24,7 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
+use crate::trees::{NewSession, SessionRef, SessionTurn, TurnUsage};
 
 pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
@@ -147,6 +148,9 @@ fn user_commands() -> Vec<Command> {
             }),
         },
         Command::ForgiveUser { name: name() },
+        Command::EndTree {
+            root: AgentSessionKey(0xf00d),
+        },
         Command::DeleteUser { name: name() },
     ]
 }
@@ -262,6 +266,26 @@ fn items() -> Vec<Item> {
             found: 1,
             computed_blocks: 300,
         }),
+        Item::BeginSession(NewSession {
+            key: AgentSessionKey(0xfeed),
+            parent: Some(AgentSessionKey(0xf00d)),
+            user: UserKey(0xbeef),
+            model: ModelKey(0xabcd),
+            home: backend(3, 2),
+        }),
+        Item::MoveSession {
+            session: SessionRef(1_599_999),
+            home: backend(1, 1),
+        },
+        Item::EndTurn(SessionTurn {
+            session: SessionRef(9),
+            usage: TurnUsage {
+                input_uncached: 700,
+                input_cached: 140_000,
+                output: 444,
+            },
+        }),
+        Item::EndSession(SessionRef(9)),
     ]
 }
 
@@ -331,6 +355,7 @@ fn commands_encode_to_golden_bytes() {
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000cfbf40102047465616d010700000001fbe80300
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000d0361646101fbd0070101070000000101fbe8030001026d2a0101
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000e03616461
+        03fdefcdab896745230101fb2c01fd0068e5cf8b010000170df0000000000000
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000f03616461
         03fdefcdab896745230101fb2c01fd0068e5cf8b01000010cdab00000000000007070707070707070707070707070707070707070707070707070707070707070263690361646101fb2c0101016d01052f76312f2a
         03fdefcdab896745230101fb2c01fd0068e5cf8b01000011cdab0000000000000808080808080808080808080808080808080808080808080808080808080808fc80ee3600
@@ -364,6 +389,10 @@ fn items_encode_to_golden_bytes() {
         1fcdab000000000000a846d00f
         2701028002
         2f0302280301ac02
+        37edfe000000000000010df0000000000000efbe000000000000cdab0000000000000302
+        3fffd3610101
+        4709bc05e0c508bc03
+        4f09
     "#]].assert_eq(&golden);
     let batch = Command::Batch {
         base_attempt: AttemptId(1),

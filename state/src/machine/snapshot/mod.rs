@@ -29,6 +29,7 @@ use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::kv_events::FollowedImage;
 use crate::ownership::FrozenOwnership;
+use crate::trees::TreesImage;
 use crate::users::UsersImage;
 
 /// Version of the snapshot format.
@@ -50,6 +51,7 @@ pub struct FrozenState {
     exact: FollowedImage,
     keys: KeysImage,
     revoked: RevokedKeys,
+    trees: TreesImage,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -95,6 +97,13 @@ impl FrozenState {
         for piece in self.revoked.pieces() {
             write_section(out, tag::REVOKED_KEYS, &piece)?;
         }
+        write_section(out, tag::TREE_PLACES, &self.trees.places())?;
+        for piece in self.trees.trees() {
+            write_section(out, tag::TREES, &piece)?;
+        }
+        for piece in self.trees.sessions() {
+            write_section(out, tag::TREE_SESSIONS, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -123,6 +132,7 @@ impl RouterState {
             exact: self.exact.freeze(),
             keys: self.keys.freeze(),
             revoked: self.keys.revoked().clone(),
+            trees: self.trees.freeze(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
@@ -163,6 +173,7 @@ impl RouterState {
         input.sections(&mut fresh)?;
         fresh
             .finish_exact()
+            .and_then(|()| fresh.trees.check_trees())
             .map_err(|what| input.fault(input.offset, what))?;
         fresh.cold_digest = fresh.hash_cold();
 
@@ -206,6 +217,8 @@ impl RouterState {
         self.publish_evictions();
         self.publish_users();
         self.view.publish_ratios(self.ratios.view());
+        self.trees.replaced();
+        self.publish_trees();
         self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
         Ok(())
@@ -273,6 +286,9 @@ impl RouterState {
                 let is_taken = |slot| self.backends.in_slot(slot).is_some();
                 self.discovered.check(is_taken)?;
             }
+            tag::TREE_PLACES => self.trees.restore_places(payload)?,
+            tag::TREES => self.trees.restore_trees(payload)?,
+            tag::TREE_SESSIONS => self.trees.restore_sessions(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             _ => return Err(format!("no section has the tag {tag}")),
         }

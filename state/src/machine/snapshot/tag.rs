@@ -21,4 +21,7 @@ pub(super) const KEYS: u8 = 18;
 pub(super) const REVOKED_KEYS: u8 = 19;
 pub(super) const EXACT: u8 = 20;
 pub(super) const RESTORE: u8 = 21;
+pub(super) const TREE_PLACES: u8 = 22;
+pub(super) const TREES: u8 = 23;
+pub(super) const TREE_SESSIONS: u8 = 24;
 pub(super) const END: u8 = 255;

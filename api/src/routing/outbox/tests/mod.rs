@@ -74,7 +74,11 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         | Item::ObserveOutputs { .. }
         | Item::ObserveText(_)
         | Item::ObserveBlockSize { .. }
-        | Item::ObserveBelief(_) => format!("note {item:?}"),
+        | Item::ObserveBelief(_)
+        | Item::BeginSession(_)
+        | Item::MoveSession { .. }
+        | Item::EndTurn(_)
+        | Item::EndSession(_) => format!("note {item:?}"),
     };
     items.into_iter().map(show).collect()
 }

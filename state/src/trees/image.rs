@@ -1,0 +1,130 @@
+//! Sessions and trees in snapshots. They are written from a frozen copy, and every bound is checked
+//! when they are read back.
+
+use super::map::{SessionMap, TreeMap};
+use super::table::{Place, Trees};
+use super::{AgentSession, GENERATIONS, SESSIONS_MAX, SessionTree};
+use crate::encoding;
+use crate::ids::AgentSessionKey;
+
+/// Maximum number of sessions in one section of a snapshot.
+const SESSIONS_PER_PIECE: usize = 4096;
+
+/// Frozen copy of the table, from which snapshots are written.
+pub(crate) struct TreesImage {
+    sessions: SessionMap,
+    trees: TreeMap,
+    /// Generations of all places.
+    generations: Vec<u8>,
+}
+
+impl TreesImage {
+    /// Encodes the generations of all places.
+    pub(crate) fn places(&self) -> Vec<u8> {
+        encoding::to_bytes(&self.generations)
+    }
+
+    /// Encodes all trees in pieces of bounded size.
+    pub(crate) fn trees(&self) -> impl Iterator<Item = Vec<u8>> {
+        pieces(self.trees.iter())
+    }
+
+    /// Encodes all sessions in pieces of bounded size.
+    pub(crate) fn sessions(&self) -> impl Iterator<Item = Vec<u8>> {
+        pieces(self.sessions.iter())
+    }
+}
+
+fn pieces<'a, T: bincode::Encode + 'a>(
+    all: impl Iterator<Item = (&'a AgentSessionKey, &'a T)>,
+) -> impl Iterator<Item = Vec<u8>> {
+    let mut all = all.peekable();
+    std::iter::from_fn(move || {
+        all.peek()?;
+        let piece: Vec<_> = all.by_ref().take(SESSIONS_PER_PIECE).collect();
+        Some(encoding::to_bytes(&piece))
+    })
+}
+
+fn piece<T: bincode::Decode<()>>(bytes: &[u8]) -> Result<Vec<(AgentSessionKey, T)>, String> {
+    encoding::from_bytes::<_, { encoding::SECTION_BYTES_MAX }>(bytes)
+}
+
+impl Trees {
+    pub(crate) fn freeze(&self) -> TreesImage {
+        TreesImage {
+            sessions: self.sessions.clone(),
+            trees: self.trees.clone(),
+            generations: self.places.iter().map(|it| it.generation).collect(),
+        }
+    }
+
+    /// Adds the places, before their sessions. An error describes the first fault.
+    pub(crate) fn restore_places(&mut self, bytes: &[u8]) -> Result<(), String> {
+        let generations = encoding::from_bytes::<Vec<u8>, { encoding::SECTION_BYTES_MAX }>(bytes)?;
+        let room = SESSIONS_MAX - self.places.len();
+        if generations.len() > room || generations.iter().any(|it| *it >= GENERATIONS) {
+            return Err("the places of sessions are out of bounds".to_owned());
+        }
+        for generation in generations {
+            self.add_place(Place {
+                generation,
+                session: None,
+            });
+        }
+        Ok(())
+    }
+
+    /// Adds the trees encoded in one piece. An error describes the first fault.
+    pub(crate) fn restore_trees(&mut self, bytes: &[u8]) -> Result<(), String> {
+        for (root, tree) in piece::<SessionTree>(bytes)? {
+            if tree.sessions == 0 || self.trees.get(&root).is_some() {
+                return Err(format!("tree {root} is empty or stands twice"));
+            }
+            self.set_tree(root, Some(tree));
+        }
+        Ok(())
+    }
+
+    /// Adds the sessions encoded in one piece. An error describes the first fault.
+    pub(crate) fn restore_sessions(&mut self, bytes: &[u8]) -> Result<(), String> {
+        for (key, session) in piece::<AgentSession>(bytes)? {
+            if !self.restore(key, session) {
+                return Err(format!("session {key} has no place of its own"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks I165: trees count their sessions, and places, order and digest match them.
+    ///
+    /// # Errors
+    /// Describes the first broken rule.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let mut rebuilt = Self::default();
+        let image = self.freeze();
+        rebuilt.restore_places(&image.places())?;
+        for piece in image.trees() {
+            rebuilt.restore_trees(&piece)?;
+        }
+        for piece in image.sessions() {
+            rebuilt.restore_sessions(&piece)?;
+        }
+        rebuilt.check_trees()?;
+        let same = rebuilt.digest() == self.digest() && rebuilt.indexes() == self.indexes();
+        let fault = || "places, order or digest of sessions differ from the sessions".to_owned();
+        same.then_some(()).ok_or_else(fault)
+    }
+
+    /// Checks that each tree counts its sessions, and that no session lacks a tree.
+    pub(crate) fn check_trees(&self) -> Result<(), String> {
+        let mut counts = std::collections::BTreeMap::<AgentSessionKey, u32>::new();
+        for (_, session) in self.sessions.iter() {
+            *counts.entry(session.root).or_default() += 1;
+        }
+        let counted = counts.iter().map(|(root, count)| (*root, *count));
+        let told = self.trees.iter().map(|(root, tree)| (*root, tree.sessions));
+        let fault = || "a tree does not count its sessions".to_owned();
+        counted.eq(told).then_some(()).ok_or_else(fault)
+    }
+}

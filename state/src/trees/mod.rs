@@ -1,0 +1,158 @@
+//! Sessions of agents and chats, and the trees that they form.
+//!
+//! A *session* is one chain of turns: each turn's prompt continues the one before it. A session may
+//! name its *parent*, the session that started it. A *tree* is a root with its descendants. Its
+//! root is fixed when a session begins: the root of its parent, or the parent itself if that is
+//! unknown. So a parent that begins after its children, or that was forgotten, splits no tree.
+//!
+//! The log carries little: one item when a session begins or changes its home, and one of about
+//! eight bytes per turn. Sessions that idle for [`SESSION_IDLE_MS`] end in `apply`; if there are
+//! [`SESSIONS_MAX`], the one idle for longest makes room. A tree ends with its last session.
+//!
+//! Names are hashed together with their user, so a client can only name sessions of its own user.
+
+mod image;
+mod map;
+mod published;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use bincode::{Decode, Encode};
+use serde::Serialize;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::ids::{AgentSessionKey, BackendRef, ModelKey, UserKey};
+
+pub(crate) use image::TreesImage;
+pub use published::TreesView;
+pub(crate) use table::Trees;
+
+/// Maximum number of sessions in a cluster.
+pub const SESSIONS_MAX: usize = 200_000;
+/// Time without a turn after which a session ends, in milliseconds: 30 minutes.
+pub const SESSION_IDLE_MS: u64 = 30 * 60 * 1000;
+/// Number of values that tell successive sessions in one place of the table apart.
+const GENERATIONS: u8 = 8;
+
+/// Returns the key of the session called `name` of `user`: `xxh3_64` of key and name, seeded with
+/// the cluster's `hash_seed`.
+#[must_use]
+pub fn session_key(hash_seed: u64, user: UserKey, name: &[u8]) -> AgentSessionKey {
+    let named = [user.0.to_le_bytes().as_slice(), name].concat();
+    AgentSessionKey(xxh3_64_with_seed(&named, hash_seed))
+}
+
+/// Short name of a session in the log: its place in the table and the place's generation. It takes
+/// three bytes for any number of sessions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct SessionRef(pub u32);
+
+impl SessionRef {
+    fn new(place: u32, generation: u8) -> Self {
+        Self(place * u32::from(GENERATIONS) + u32::from(generation % GENERATIONS))
+    }
+
+    fn place(self) -> u32 {
+        self.0 / u32::from(GENERATIONS)
+    }
+}
+
+/// A session that begins, with its first turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NewSession {
+    /// Key of the session.
+    pub key: AgentSessionKey,
+    /// Session that started it; `None` for a root.
+    pub parent: Option<AgentSessionKey>,
+    /// User who pays for the session.
+    pub user: UserKey,
+    /// Model of the first turn.
+    pub model: ModelKey,
+    /// Backend of the first turn.
+    pub home: BackendRef,
+}
+
+/// One turn of a session that has ended, as its engine reported it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionTurn {
+    /// The session.
+    pub session: SessionRef,
+    /// Usage of the turn.
+    pub usage: TurnUsage,
+}
+
+/// Token counts of turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
+pub struct TurnUsage {
+    /// Number of prompt tokens that engines computed.
+    pub input_uncached: u64,
+    /// Number of prompt tokens that engines found in their prefix caches.
+    pub input_cached: u64,
+    /// Number of output tokens.
+    pub output: u64,
+}
+
+impl TurnUsage {
+    /// Returns the number of prompt tokens.
+    #[must_use]
+    pub fn input(&self) -> u64 {
+        self.input_uncached.saturating_add(self.input_cached)
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
+        self.input_cached = self.input_cached.saturating_add(other.input_cached);
+        self.output = self.output.saturating_add(other.output);
+    }
+}
+
+/// A session, as of one applied index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub struct AgentSession {
+    place: u32,
+    generation: u8,
+    /// Session that started it; `None` for a root.
+    pub parent: Option<AgentSessionKey>,
+    /// Root of its tree; its own key for a root.
+    pub root: AgentSessionKey,
+    /// User who pays for it.
+    pub user: UserKey,
+    /// Model of its first turn.
+    pub model: ModelKey,
+    /// Backend of its last turn. The backend may have been removed since.
+    pub home: BackendRef,
+    /// Time of its first turn, in replicated milliseconds.
+    pub begun_ms: u64,
+    /// Time at which a turn last began or ended, in replicated milliseconds.
+    pub used_ms: u64,
+    /// Number of turns that ended.
+    pub turns: u32,
+    /// Number of tokens of its last turn: prompt and output.
+    pub tokens: u64,
+    /// Usage of all its turns.
+    pub usage: TurnUsage,
+}
+
+impl AgentSession {
+    /// Returns the session's short name in the log.
+    #[must_use]
+    pub fn handle(&self) -> SessionRef {
+        SessionRef::new(self.place, self.generation)
+    }
+}
+
+/// A tree of sessions, as of one applied index. Its figures include sessions that have ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub struct SessionTree {
+    /// User who pays for it.
+    pub user: UserKey,
+    /// Number of its sessions that have not ended, at least 1.
+    pub sessions: u32,
+    /// Time of its first turn, in replicated milliseconds.
+    pub begun_ms: u64,
+    /// Number of turns that ended.
+    pub turns: u64,
+    /// Usage of all its turns.
+    pub usage: TurnUsage,
+}

@@ -1,0 +1,337 @@
+//! The table of sessions and trees: the changes that the log orders.
+
+use std::collections::BTreeSet;
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::map::{SessionMap, TreeMap};
+use super::published::TreesView;
+use super::{
+    AgentSession, GENERATIONS, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionRef, SessionTree,
+    SessionTurn, TurnUsage,
+};
+use crate::bounds::CHARGE_TOKENS_MAX;
+use crate::encoding;
+use crate::ids::{AgentSessionKey, BackendRef, UserKey};
+
+/// Maximum number of idle sessions that one command ends, so that none takes long.
+const ENDS_PER_COMMAND: usize = 64;
+
+/// Place of the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Place {
+    /// Number of sessions that ended here, modulo [`GENERATIONS`].
+    pub(super) generation: u8,
+    pub(super) session: Option<AgentSessionKey>,
+}
+
+/// Table of all sessions and their trees.
+pub(crate) struct Trees {
+    pub(super) sessions: SessionMap,
+    pub(super) trees: TreeMap,
+    pub(super) places: Vec<Place>,
+    /// Places without a session.
+    free: BTreeSet<u32>,
+    /// All sessions by `(used_ms, key)`.
+    by_use: BTreeSet<(u64, AgentSessionKey)>,
+    /// Wrapping sum of the hashes of all sessions, trees and places.
+    digest: u128,
+    max: usize,
+    is_changed: bool,
+    /// Buffer for hashing.
+    scratch: Vec<u8>,
+}
+
+impl Default for Trees {
+    fn default() -> Self {
+        Self::with_max(SESSIONS_MAX)
+    }
+}
+
+/// Kinds of parts, which their hashes distinguish.
+#[derive(Clone, Copy)]
+enum Part {
+    Session,
+    Tree,
+    Place,
+}
+
+impl Trees {
+    /// Creates a table of at most `max` sessions, for tests.
+    pub(super) fn with_max(max: usize) -> Self {
+        Self {
+            sessions: SessionMap::new(),
+            trees: TreeMap::new(),
+            places: Vec::new(),
+            free: BTreeSet::new(),
+            by_use: BTreeSet::new(),
+            digest: 0,
+            max,
+            is_changed: false,
+            scratch: Vec::new(),
+        }
+    }
+
+    /// Begins a session, or moves it if another replica has begun it already.
+    pub(crate) fn begin(&mut self, new: &NewSession, now_ms: u64) {
+        if let Some(session) = self.sessions.get(&new.key) {
+            let handle = session.handle();
+            self.relocate(handle, new.home, now_ms);
+            return;
+        }
+        if self.sessions.len() >= self.max
+            && let Some((_, idlest)) = self.by_use.first().copied()
+        {
+            self.end(idlest);
+        }
+        let parent = new.parent.filter(|parent| *parent != new.key);
+        let root = parent.map_or(new.key, |parent| {
+            self.sessions.get(&parent).map_or(parent, |it| it.root)
+        });
+        let place = self.take_place();
+        let session = AgentSession {
+            place,
+            generation: self.places[place as usize].generation,
+            parent,
+            root,
+            user: new.user,
+            model: new.model,
+            home: new.home,
+            begun_ms: now_ms,
+            used_ms: now_ms,
+            turns: 0,
+            tokens: 0,
+            usage: TurnUsage::default(),
+        };
+        self.insert(new.key, session);
+        let tree = self.trees.get(&root).copied().unwrap_or(SessionTree {
+            user: new.user,
+            sessions: 0,
+            begun_ms: now_ms,
+            turns: 0,
+            usage: TurnUsage::default(),
+        });
+        let sessions = tree.sessions + 1;
+        self.set_tree(root, Some(SessionTree { sessions, ..tree }));
+    }
+
+    /// Records that a turn of a session went to `home`. Returns whether the session exists.
+    pub(crate) fn relocate(&mut self, handle: SessionRef, home: BackendRef, now_ms: u64) -> bool {
+        self.change(handle, now_ms, |session| session.home = home)
+    }
+
+    /// Records the end of a turn. Returns whether its session exists.
+    pub(crate) fn turn(&mut self, turn: &SessionTurn, now_ms: u64) -> bool {
+        let usage = TurnUsage {
+            input_uncached: turn.usage.input_uncached.min(CHARGE_TOKENS_MAX),
+            input_cached: turn.usage.input_cached.min(CHARGE_TOKENS_MAX),
+            output: turn.usage.output.min(CHARGE_TOKENS_MAX),
+        };
+        let mut root = None;
+        self.change(turn.session, now_ms, |session| {
+            session.turns = session.turns.saturating_add(1);
+            session.tokens = usage.input() + usage.output;
+            session.usage.add(&usage);
+            root = Some(session.root);
+        });
+        let Some((root, mut tree)) = root.and_then(|root| Some((root, *self.trees.get(&root)?)))
+        else {
+            return false;
+        };
+        tree.turns = tree.turns.saturating_add(1);
+        tree.usage.add(&usage);
+        self.set_tree(root, Some(tree));
+        true
+    }
+
+    /// Ends the session that `handle` names. Returns whether it existed.
+    pub(crate) fn end_named(&mut self, handle: SessionRef) -> bool {
+        let key = self.key_of(handle);
+        key.is_some_and(|key| self.end(key))
+    }
+
+    /// Ends all sessions of the tree with the root `root`. Returns whether there were any.
+    pub(crate) fn end_tree(&mut self, root: AgentSessionKey) -> bool {
+        let members = self.sessions.iter().filter(|(_, it)| it.root == root);
+        let members: Vec<AgentSessionKey> = members.map(|(key, _)| *key).collect();
+        let are_any = !members.is_empty();
+        for key in members {
+            self.end(key);
+        }
+        are_any
+    }
+
+    /// Ends the sessions of a user that is deleted.
+    pub(crate) fn forget_user(&mut self, user: UserKey) {
+        let owned = self.sessions.iter().filter(|(_, it)| it.user == user);
+        let owned: Vec<AgentSessionKey> = owned.map(|(key, _)| *key).collect();
+        for key in owned {
+            self.end(key);
+        }
+    }
+
+    /// Ends sessions that idled for too long, a bounded number at a time.
+    pub(crate) fn forget_idle(&mut self, now_ms: u64) {
+        for _ in 0..ENDS_PER_COMMAND {
+            match self.by_use.first().copied() {
+                Some((used_ms, key)) if used_ms.saturating_add(SESSION_IDLE_MS) <= now_ms => {
+                    self.end(key);
+                }
+                _ => return,
+            }
+        }
+    }
+
+    /// Returns sessions and trees for readers on other threads, or `None` if nothing changed since
+    /// the last call.
+    pub(crate) fn publish(&mut self) -> Option<TreesView> {
+        std::mem::take(&mut self.is_changed).then(|| self.published())
+    }
+
+    pub(crate) fn published(&self) -> TreesView {
+        TreesView {
+            sessions: self.sessions.clone(),
+            trees: self.trees.clone(),
+        }
+    }
+
+    /// Marks the table as changed, so that the next command publishes it.
+    pub(crate) fn replaced(&mut self) {
+        self.is_changed = true;
+    }
+
+    pub(crate) fn digest(&self) -> u128 {
+        self.digest
+    }
+
+    /// Returns what follows from the sessions: their order of use, and the free places.
+    pub(super) fn indexes(&self) -> (&BTreeSet<(u64, AgentSessionKey)>, &BTreeSet<u32>) {
+        (&self.by_use, &self.free)
+    }
+
+    fn key_of(&self, handle: SessionRef) -> Option<AgentSessionKey> {
+        let place = self.places.get(handle.place() as usize)?;
+        let named = SessionRef::new(handle.place(), place.generation);
+        place.session.filter(|_| named == handle)
+    }
+
+    fn take_place(&mut self) -> u32 {
+        self.free.pop_first().unwrap_or_else(|| {
+            let place = u32::try_from(self.places.len()).expect("SESSIONS_MAX is below 2^32");
+            self.add_place(Place::default());
+            self.free.remove(&place);
+            place
+        })
+    }
+
+    /// Appends a place, free unless it has a session.
+    pub(super) fn add_place(&mut self, place: Place) {
+        let number = u32::try_from(self.places.len()).expect("SESSIONS_MAX is below 2^32");
+        self.free.insert(number);
+        self.places.push(place);
+        self.rehash(
+            Part::Place,
+            u64::from(number),
+            None,
+            Some(&place.generation),
+        );
+    }
+
+    /// Adds a session at the free place that it names. Returns `false` if it names none.
+    pub(super) fn restore(&mut self, key: AgentSessionKey, session: AgentSession) -> bool {
+        let place = self.places.get(session.place as usize);
+        let fits = place.is_some_and(|it| it.generation == session.generation)
+            && self.free.remove(&session.place)
+            && self.sessions.get(&key).is_none();
+        if fits {
+            self.insert(key, session);
+        }
+        fits
+    }
+
+    fn insert(&mut self, key: AgentSessionKey, session: AgentSession) {
+        self.places[session.place as usize].session = Some(key);
+        self.by_use.insert((session.used_ms, key));
+        self.rehash(Part::Session, key.0, None, Some(&session));
+        self.sessions.insert_new(key, session);
+        self.is_changed = true;
+    }
+
+    fn change(
+        &mut self,
+        handle: SessionRef,
+        now_ms: u64,
+        change: impl FnOnce(&mut AgentSession),
+    ) -> bool {
+        let Some((key, before)) = self
+            .key_of(handle)
+            .and_then(|key| Some((key, *self.sessions.get(&key)?)))
+        else {
+            return false;
+        };
+        let mut after = before;
+        change(&mut after);
+        after.used_ms = after.used_ms.max(now_ms);
+        self.by_use.remove(&(before.used_ms, key));
+        self.by_use.insert((after.used_ms, key));
+        self.rehash(Part::Session, key.0, Some(&before), Some(&after));
+        if let Some(session) = self.sessions.get_mut(&key) {
+            *session = after;
+        }
+        self.is_changed = true;
+        true
+    }
+
+    fn end(&mut self, key: AgentSessionKey) -> bool {
+        let Some(session) = self.sessions.remove(&key) else {
+            return false;
+        };
+        self.rehash(Part::Session, key.0, Some(&session), None);
+        self.by_use.remove(&(session.used_ms, key));
+        let place = &mut self.places[session.place as usize];
+        let before = place.generation;
+        let generation = (before + 1) % GENERATIONS;
+        *place = Place {
+            generation,
+            session: None,
+        };
+        let number = u64::from(session.place);
+        self.rehash(Part::Place, number, Some(&before), Some(&generation));
+        self.free.insert(session.place);
+        if let Some(tree) = self.trees.get(&session.root).copied() {
+            let sessions = tree.sessions - 1;
+            let left = (sessions > 0).then_some(SessionTree { sessions, ..tree });
+            self.set_tree(session.root, left);
+        }
+        self.is_changed = true;
+        true
+    }
+
+    /// Adds, replaces or removes a tree.
+    pub(super) fn set_tree(&mut self, root: AgentSessionKey, tree: Option<SessionTree>) {
+        let before = self.trees.remove(&root);
+        self.rehash(Part::Tree, root.0, before.as_ref(), tree.as_ref());
+        if let Some(tree) = tree {
+            self.trees.insert_new(root, tree);
+        }
+        self.is_changed = true;
+    }
+
+    /// Replaces a part in the digest.
+    fn rehash<T: bincode::Encode>(
+        &mut self,
+        part: Part,
+        key: u64,
+        before: Option<&T>,
+        after: Option<&T>,
+    ) {
+        let mut hash = |value: &T| {
+            self.scratch.clear();
+            encoding::append_bytes(&(part as u8, key, value), &mut self.scratch);
+            xxh3_128(&self.scratch)
+        };
+        let before = before.map_or(0, &mut hash);
+        let after = after.map_or(0, &mut hash);
+        self.digest = self.digest.wrapping_sub(before).wrapping_add(after);
+    }
+}
