@@ -43,17 +43,26 @@ pub fn session_key(hash_seed: u64, user: UserKey, name: &[u8]) -> AgentSessionKe
     AgentSessionKey(xxh3_64_with_seed(&named, hash_seed))
 }
 
-/// Short name of a session in the log: its place in the table and the place's generation. It takes
-/// three bytes for any number of sessions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct SessionRef(pub u32);
+/// A session as the log names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SessionRef {
+    /// By its place in the table, in at most three bytes.
+    Place(SessionPlace),
+    /// By its key, for a proposer that has not applied the session's beginning.
+    Key(AgentSessionKey),
+}
 
-impl SessionRef {
-    fn new(place: u32, generation: u8) -> Self {
-        Self(place * u32::from(GENERATIONS) + u32::from(generation % GENERATIONS))
+/// Place of a session in the table, and the place's generation. A place that was given to another
+/// session has another generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SessionPlace(pub u32);
+
+impl SessionPlace {
+    fn new(number: u32, generation: u8) -> Self {
+        Self(number * u32::from(GENERATIONS) + u32::from(generation % GENERATIONS))
     }
 
-    fn place(self) -> u32 {
+    fn number(self) -> u32 {
         self.0 / u32::from(GENERATIONS)
     }
 }
@@ -135,10 +144,10 @@ pub struct AgentSession {
 }
 
 impl AgentSession {
-    /// Returns the session's short name in the log.
+    /// Returns the session's place in the table.
     #[must_use]
-    pub fn handle(&self) -> SessionRef {
-        SessionRef::new(self.place, self.generation)
+    pub fn place(&self) -> SessionPlace {
+        SessionPlace::new(self.place, self.generation)
     }
 }
 

@@ -7,8 +7,8 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::map::{SessionMap, TreeMap};
 use super::published::TreesView;
 use super::{
-    AgentSession, GENERATIONS, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionRef, SessionTree,
-    SessionTurn, TurnUsage,
+    AgentSession, GENERATIONS, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef,
+    SessionTree, SessionTurn, TurnUsage,
 };
 use crate::bounds::CHARGE_TOKENS_MAX;
 use crate::encoding;
@@ -75,8 +75,8 @@ impl Trees {
     /// Begins a session, or moves it if another replica has begun it already.
     pub(crate) fn begin(&mut self, new: &NewSession, now_ms: u64) {
         if let Some(session) = self.sessions.get(&new.key) {
-            let handle = session.handle();
-            self.relocate(handle, new.home, now_ms);
+            let place = SessionRef::Place(session.place());
+            self.relocate(place, new.home, now_ms);
             return;
         }
         if self.sessions.len() >= self.max
@@ -116,8 +116,8 @@ impl Trees {
     }
 
     /// Records that a turn of a session went to `home`. Returns whether the session exists.
-    pub(crate) fn relocate(&mut self, handle: SessionRef, home: BackendRef, now_ms: u64) -> bool {
-        self.change(handle, now_ms, |session| session.home = home)
+    pub(crate) fn relocate(&mut self, session: SessionRef, home: BackendRef, now_ms: u64) -> bool {
+        self.change(session, now_ms, |session| session.home = home)
     }
 
     /// Records the end of a turn. Returns whether its session exists.
@@ -144,9 +144,9 @@ impl Trees {
         true
     }
 
-    /// Ends the session that `handle` names. Returns whether it existed.
-    pub(crate) fn end_named(&mut self, handle: SessionRef) -> bool {
-        let key = self.key_of(handle);
+    /// Ends a session. Returns whether it existed.
+    pub(crate) fn end_named(&mut self, session: SessionRef) -> bool {
+        let key = self.key_of(session);
         key.is_some_and(|key| self.end(key))
     }
 
@@ -209,10 +209,15 @@ impl Trees {
         (&self.by_use, &self.free)
     }
 
-    fn key_of(&self, handle: SessionRef) -> Option<AgentSessionKey> {
-        let place = self.places.get(handle.place() as usize)?;
-        let named = SessionRef::new(handle.place(), place.generation);
-        place.session.filter(|_| named == handle)
+    fn key_of(&self, session: SessionRef) -> Option<AgentSessionKey> {
+        match session {
+            SessionRef::Key(key) => Some(key),
+            SessionRef::Place(named) => {
+                let place = self.places.get(named.number() as usize)?;
+                let present = SessionPlace::new(named.number(), place.generation);
+                place.session.filter(|_| present == named)
+            }
+        }
     }
 
     fn take_place(&mut self) -> u32 {
@@ -259,12 +264,12 @@ impl Trees {
 
     fn change(
         &mut self,
-        handle: SessionRef,
+        session: SessionRef,
         now_ms: u64,
         change: impl FnOnce(&mut AgentSession),
     ) -> bool {
         let Some((key, before)) = self
-            .key_of(handle)
+            .key_of(session)
             .and_then(|key| Some((key, *self.sessions.get(&key)?)))
         else {
             return false;

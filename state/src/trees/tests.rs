@@ -144,26 +144,30 @@ impl Model {
 fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
     let mut now_ms = 1_000_000;
     for step in steps {
-        // The log names a session by the handle that the proposer saw last.
         let view = table.published();
-        let handle = |key: u64| view.session(AgentSessionKey(key)).map(AgentSession::handle);
+        // Half of the proposers have applied the session's beginning.
+        let name = |key: u64| {
+            let session = view.session(AgentSessionKey(key))?;
+            let by_key = SessionRef::Key(AgentSessionKey(key));
+            let by_place = SessionRef::Place(session.place());
+            Some(if now_ms % 2 == 0 { by_key } else { by_place })
+        };
         match step {
             Step::Begin(key, parent, slot) => {
                 table.begin(&new_session(key, parent, slot), now_ms);
                 model.begin(key, parent, slot, now_ms);
             }
             Step::Move(key, slot) => {
-                let handle = handle(key);
-                handle.map(|it| table.relocate(it, home(slot), now_ms));
+                name(key).map(|it| table.relocate(it, home(slot), now_ms));
                 model.touch(key, now_ms, |it| it.home = home(slot));
             }
             Step::Turn(key, tokens) => {
-                let (session, usage) = (handle(key), usage(tokens));
+                let (session, usage) = (name(key), usage(tokens));
                 session.map(|session| table.turn(&SessionTurn { session, usage }, now_ms));
                 model.turn(key, &usage, now_ms);
             }
             Step::End(key) => {
-                handle(key).map(|it| table.end_named(it));
+                name(key).map(|it| table.end_named(it));
                 model.end(key);
             }
             Step::EndTree(root) => {
@@ -175,7 +179,7 @@ fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
                 model.end_all(|it| it.user == user);
             }
             Step::Pass(steps) => {
-                now_ms += steps * STEP_MS;
+                now_ms += steps * STEP_MS + 1;
                 table.forget_idle(now_ms);
                 model.end_all(|it| it.used_ms + SESSION_IDLE_MS <= now_ms);
             }
@@ -245,17 +249,17 @@ fn a_late_turn_of_an_ended_session_is_not_added_to_the_session_in_its_place() {
     let first = first
         .session(AgentSessionKey(1))
         .expect("it has begun")
-        .handle();
-    assert!(table.end_named(first));
+        .place();
+    assert!(table.end_named(SessionRef::Place(first)));
     table.begin(&new_session(2, None, 0), 0);
     let second = table.published();
     let second = second
         .session(AgentSessionKey(2))
         .expect("it has begun")
-        .handle();
-    assert_eq!(first.place(), second.place());
-    let turn = |session| SessionTurn {
-        session,
+        .place();
+    assert_eq!(first.number(), second.number());
+    let turn = |place| SessionTurn {
+        session: SessionRef::Place(place),
         usage: usage(5),
     };
     assert!(!table.turn(&turn(first), 1));

@@ -23,7 +23,7 @@ use state::prefix::user_key;
 use state::quotas::UserLimits;
 use state::ratios::TextSample;
 use state::service::ServiceSample;
-use state::trees::{NewSession, SessionRef, SessionTurn, TurnUsage};
+use state::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 use super::common::{self, block, chain, spec};
 
@@ -125,8 +125,11 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
 
 /// Generates an item about a session of an agent. Its handle may name any session or none.
 fn session() -> impl Strategy<Value = Item> {
-    let handle = || (0_u32..40).prop_map(SessionRef);
     let key = || (0_u64..8).prop_map(AgentSessionKey);
+    let handle = || {
+        let place = (0_u32..40).prop_map(|place| SessionRef::Place(SessionPlace(place)));
+        prop_oneof![3 => place, 1 => key().prop_map(SessionRef::Key)]
+    };
     let begin = (key(), prop::option::of(key()), user(), backend()).prop_map(
         |(key, parent, (user, _), home)| {
             Item::BeginSession(NewSession {

@@ -30,7 +30,7 @@ use crate::command::{Charge, Item, LeaseOutcome};
 use crate::ids::{AgentSessionKey, BackendRef, BlockHash, ModelKey, UserKey};
 use crate::ratios::TextSample;
 use crate::service::BeliefSample;
-use crate::trees::{NewSession, SessionRef, SessionTurn, TurnUsage};
+use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 const ACQUIRE: u8 = 0;
 const MATERIALIZE: u8 = 1;
@@ -123,13 +123,13 @@ impl Encode for Item {
             Self::BeginSession(new) => put_new_session(encoder, new),
             Self::MoveSession { session, home } => {
                 put_rare(encoder, rare::MOVE_SESSION)?;
-                put(encoder, u64::from(session.0))?;
+                put_session(encoder, *session)?;
                 put_backend(encoder, *home)
             }
             Self::EndTurn(turn) => put_turn(encoder, turn),
             Self::EndSession(session) => {
                 put_rare(encoder, rare::END_SESSION)?;
-                put(encoder, u64::from(session.0))
+                put_session(encoder, *session)
             }
         }
     }
@@ -246,11 +246,11 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
         })),
         rare::BEGIN_SESSION => get_new_session(decoder).map(Item::BeginSession),
         rare::MOVE_SESSION => Ok(Item::MoveSession {
-            session: SessionRef(get_u32(decoder)?),
+            session: get_session(decoder)?,
             home: get_backend(decoder)?,
         }),
         rare::END_TURN => get_turn(decoder).map(Item::EndTurn),
-        rare::END_SESSION => get_u32(decoder).map(|it| Item::EndSession(SessionRef(it))),
+        rare::END_SESSION => get_session(decoder).map(Item::EndSession),
         _ => Err(no_item(tag)),
     }
 }
@@ -274,9 +274,27 @@ fn get_new_session<D: Decoder>(decoder: &mut D) -> Result<NewSession, DecodeErro
     })
 }
 
+/// Encodes the name of a session: the number of its place plus 1, or 0 and its key.
+fn put_session<E: Encoder>(encoder: &mut E, session: SessionRef) -> Result<(), EncodeError> {
+    match session {
+        SessionRef::Place(place) => put(encoder, u64::from(place.0) + 1),
+        SessionRef::Key(key) => {
+            put(encoder, 0)?;
+            key.encode(encoder)
+        }
+    }
+}
+
+fn get_session<D: Decoder>(decoder: &mut D) -> Result<SessionRef, DecodeError> {
+    match get(decoder)?.checked_sub(1) {
+        Some(place) => Ok(SessionRef::Place(SessionPlace(narrow(place)?))),
+        None => AgentSessionKey::decode(decoder).map(SessionRef::Key),
+    }
+}
+
 fn put_turn<E: Encoder>(encoder: &mut E, turn: &SessionTurn) -> Result<(), EncodeError> {
     put_rare(encoder, rare::END_TURN)?;
-    put(encoder, u64::from(turn.session.0))?;
+    put_session(encoder, turn.session)?;
     let usage = &turn.usage;
     for count in [usage.input_uncached, usage.input_cached, usage.output] {
         put(encoder, count)?;
@@ -286,7 +304,7 @@ fn put_turn<E: Encoder>(encoder: &mut E, turn: &SessionTurn) -> Result<(), Encod
 
 fn get_turn<D: Decoder>(decoder: &mut D) -> Result<SessionTurn, DecodeError> {
     Ok(SessionTurn {
-        session: SessionRef(get_u32(decoder)?),
+        session: get_session(decoder)?,
         usage: TurnUsage {
             input_uncached: get(decoder)?,
             input_cached: get(decoder)?,

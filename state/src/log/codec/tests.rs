@@ -24,7 +24,7 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
-use crate::trees::{NewSession, SessionRef, SessionTurn, TurnUsage};
+use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
@@ -274,18 +274,18 @@ fn items() -> Vec<Item> {
             home: backend(3, 2),
         }),
         Item::MoveSession {
-            session: SessionRef(1_599_999),
+            session: SessionRef::Place(SessionPlace(1_599_999)),
             home: backend(1, 1),
         },
         Item::EndTurn(SessionTurn {
-            session: SessionRef(9),
+            session: SessionRef::Place(SessionPlace(9)),
             usage: TurnUsage {
                 input_uncached: 700,
                 input_cached: 140_000,
                 output: 444,
             },
         }),
-        Item::EndSession(SessionRef(9)),
+        Item::EndSession(SessionRef::Key(AgentSessionKey(9))),
     ]
 }
 
@@ -390,9 +390,9 @@ fn items_encode_to_golden_bytes() {
         2701028002
         2f0302280301ac02
         37edfe000000000000010df0000000000000efbe000000000000cdab0000000000000302
-        3fffd3610101
-        4709bc05e0c508bc03
-        4f09
+        3f80d4610101
+        470abc05e0c508bc03
+        4f000900000000000000
     "#]].assert_eq(&golden);
     let batch = Command::Batch {
         base_attempt: AttemptId(1),
