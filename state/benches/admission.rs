@@ -62,6 +62,7 @@ fn waiting(ticket: u64, users: u64) -> QueuedRequest {
     QueuedRequest {
         ticket: Ticket(ticket),
         user: key(ticket % users),
+        tree: None,
         priority: 0,
         arrived_ms: ticket,
         input_tokens: 500,

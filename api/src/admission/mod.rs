@@ -311,6 +311,7 @@ impl Admission {
         QueuedRequest {
             ticket,
             user,
+            tree: None,
             priority: candidate.priority(),
             arrived_ms: now_ms,
             input_tokens: ask.identity.tokens.saturating_sub(cached),

@@ -15,8 +15,8 @@ use std::cmp::Reverse;
 
 use super::super::overload::{Overload, SHORT_QUEUE, WaitBounds};
 use super::super::{Counters, Gate, Order, UserFigures, milli_tokens};
-use super::class::{Class, UserQueue};
-use super::{Queue, QueuedRequest, WaitingUser, is_gated};
+use super::class::{Class, UserOrder};
+use super::{Queue, QueuedRequest, WaitingUser, class_of, is_gated};
 use crate::ids::{Ticket, UserKey};
 
 /// Reason why a request may not wait in the queue.
@@ -169,7 +169,7 @@ impl Queue {
     }
 
     /// Returns how many requests would go before this one, by the keys as last seen. The request is
-    /// taken to be its user's last.
+    /// taken to be its tree's last, and the last of its user where trees take no turns.
     fn ahead(&self, waiting: &QueuedRequest, presence: &WaitingUser, figures: &UserFigures) -> u64 {
         let own = Reverse(waiting.priority);
         let higher = self.classes.range(..(own, 0));
@@ -183,7 +183,11 @@ impl Queue {
             Order::Rpm => 1,
             _ => milli_tokens(price, weight_milli).max(1),
         };
-        let of_user = |(_, class): (_, &Class)| class.queues.get(&waiting.user).map(UserQueue::len);
+        let order = self.user_order();
+        let of_user = |(_, class): (_, &Class)| {
+            let queue = class.queues.get(&waiting.user)?;
+            Some(queue.before(waiting.tree, order))
+        };
         let before: u64 = equal.clone().filter_map(of_user).sum();
         let counter = presence.counter_milli(figures);
         let raised = before.saturating_mul(step(presence.weight_milli));
@@ -221,14 +225,35 @@ impl Queue {
         }
     }
 
-    /// Whether a user's newest request goes first, as it does in overload.
-    pub(super) fn is_newest_first(&self) -> bool {
-        self.overload.is_on()
+    /// Returns the order of each user's own requests.
+    pub(super) fn user_order(&self) -> UserOrder {
+        if self.overload.is_on() {
+            UserOrder::NewestFirst
+        } else if self.rules.order == Order::Fcfs {
+            UserOrder::OldestFirst
+        } else {
+            UserOrder::Turns
+        }
+    }
+
+    /// Moves the turn of a request's tree on by the request's price.
+    fn take_turn(&mut self, ticket: Ticket) {
+        let Some(waiting) = self.requests.get(&ticket) else {
+            return;
+        };
+        let (price, user, tree) = (self.price(waiting), waiting.user, waiting.tree);
+        let class = self.classes.get_mut(&class_of(waiting));
+        let Some(class) = class else { return };
+        class.remove_from_order(user);
+        if let Some(line) = class.queues.get_mut(&user) {
+            line.turns.served(tree, price);
+        }
     }
 
     /// Removes and returns a request that goes to a backend, and records its departure. Returns
     /// `None` if the request is not waiting.
     pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
+        self.take_turn(ticket);
         let waiting = self.remove(ticket)?;
         self.overload.departed(now_ms);
         self.stayed(&waiting, now_ms);

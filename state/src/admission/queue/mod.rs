@@ -1,7 +1,8 @@
 //! The queue: the requests waiting for one model at one replica, and their order.
 //!
 //! Requests are ordered by priority, then by the turn of their output-length bin, then by user as
-//! [`Order`] specifies, then by arrival. A user's requests of one class (priority and bin) form a
+//! [`Order`] specifies, then by turns of the user's trees of sessions (except with `fcfs` and in
+//! overload), then by arrival. A user's requests of one class (priority and bin) form a
 //! user queue. Each user queue has a *key*, and the least key goes first.
 //!
 //! Keys come from counters, which every replica's charges move while requests wait. The queue does
@@ -16,6 +17,7 @@
 mod class;
 mod deadlines;
 mod next;
+mod tree_turns;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +28,7 @@ use super::overload::{CODEL_TARGET_MS, Overload};
 use super::{
     AdmissionSettings, Backlog, BinSelection, Counters, Gate, Order, Pricing, UserFigures,
 };
-use crate::ids::{Ticket, UserKey};
+use crate::ids::{AgentSessionKey, Ticket, UserKey};
 
 pub use self::deadlines::{Expired, ExpiryReason, Forecast, Prospect, QueueRejection};
 
@@ -44,6 +46,8 @@ pub struct QueuedRequest {
     pub ticket: Ticket,
     /// User to whom the request is charged.
     pub user: UserKey,
+    /// Tree of the request's session; `None` without a session. A user's trees take turns.
+    pub tree: Option<AgentSessionKey>,
     /// Priority; a higher one goes first.
     pub priority: i16,
     /// Arrival time, in milliseconds on the clock of `now_ms`.
@@ -277,6 +281,8 @@ impl Queue {
         class.remove_from_order(waiting.user);
         let line = class.queues.entry(waiting.user).or_default();
         line.arrivals.insert((waiting.arrived_ms, ticket));
+        line.turns
+            .insert(waiting.tree, (waiting.arrived_ms, ticket));
         line.matches.insert(match_of(&waiting));
         self.sort(class_of(&waiting), waiting.user, &figures);
         Ok(())
@@ -337,7 +343,7 @@ impl Queue {
         if let Some(due_ms) = waiting.due_ms {
             self.dues.remove(&(due_ms, ticket));
         }
-        let is_newest_first = self.is_newest_first();
+        let order = self.user_order();
         let place = class_of(&waiting);
         let class = self.classes.get_mut(&place).expect("its class is there");
         class.waiting -= 1;
@@ -347,11 +353,13 @@ impl Queue {
             .get_mut(&waiting.user)
             .expect("its line is there");
         line.arrivals.remove(&(waiting.arrived_ms, ticket));
+        line.turns
+            .remove(waiting.tree, (waiting.arrived_ms, ticket));
         line.matches.remove(&match_of(&waiting));
         if line.arrivals.is_empty() {
             class.queues.remove(&waiting.user);
         } else {
-            class.insert_into_order(waiting.user, is_newest_first);
+            class.insert_into_order(waiting.user, order);
         }
         if class.queues.is_empty() {
             self.classes.remove(&place);
@@ -423,8 +431,8 @@ impl Queue {
 
     /// Sorts a user queue again by the user's current figures and returns its key.
     fn sort(&mut self, place: ClassKey, user: UserKey, figures: &UserFigures) -> u64 {
-        let is_newest_first = self.is_newest_first();
-        let head = |class: &Class| Some(class.queues.get(&user)?.head(is_newest_first).1);
+        let order = self.user_order();
+        let head = |class: &Class| Some(class.queues.get(&user)?.head(order).1);
         let Some((ticket, presence)) = self
             .classes
             .get(&place)
@@ -441,7 +449,7 @@ impl Queue {
             if let Some(line) = class.queues.get_mut(&user) {
                 (line.key, line.is_solvent) = (key, is_solvent);
             }
-            class.insert_into_order(user, is_newest_first);
+            class.insert_into_order(user, order);
         }
         key
     }

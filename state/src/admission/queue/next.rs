@@ -185,7 +185,7 @@ impl Queue {
         let queues = stuck
             .iter()
             .filter_map(|(place, user)| self.classes.get(place)?.queues.get(user));
-        let behind = |queue: &UserQueue| queue.behind(self.is_newest_first());
+        let behind = |queue: &UserQueue| queue.behind(self.user_order());
         queues.flat_map(behind).take(BEHIND_MAX).collect()
     }
 

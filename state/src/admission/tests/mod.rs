@@ -6,6 +6,7 @@ mod model;
 mod orders;
 mod overload;
 mod queue;
+mod trees;
 
 use std::collections::BTreeMap;
 
@@ -56,6 +57,7 @@ fn waiting(user: u64, ticket: u64) -> QueuedRequest {
     QueuedRequest {
         ticket: Ticket(ticket),
         user: UserKey(user),
+        tree: None,
         priority: 0,
         arrived_ms: ticket,
         input_tokens: 10,
