@@ -16,7 +16,8 @@
 //! Whether the coefficients of two estimators differ, the prior cannot tell: it moves those of
 //! engines whose load varies little more than those of others. A coefficient therefore also has a
 //! range, in which it lies according to the observations alone: the solution without the prior, and
-//! three standard errors on each side, from the scatter of the observations around the solution.
+//! three standard errors on each side, from the scatter of the observations around the solution. Its
+//! least is no more than the amount would cost if it cost everything.
 
 use bincode::{Decode, Encode};
 
@@ -180,10 +181,18 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         let error = squares.checked_div(free.checked_mul(varies)?)?;
         let error = STANDARD_ERRORS * error.checked_isqrt()?;
         let alone = added.saturating_add(self.coefficients_milli[i].into());
-        let (from, to) = (alone.saturating_sub(error), alone.saturating_add(error));
+        let from = alone.saturating_sub(error).min(self.alone_milli(i));
+        let to = alone.saturating_add(error);
         let (least, most) = terms[i].bounds_milli;
         let end = |end: i128| i64::try_from(end.clamp(least.into(), most.into())).ok();
         (to >= least.into()).then_some((end(from)?, end(to)?))
+    }
+
+    /// Returns the cost of one unit of the `i`th amount if nothing else cost anything, in thousandths:
+    /// no cost is negative, so none is higher. Standard errors do not know that, and amounts that
+    /// hardly vary have large ones.
+    fn alone_milli(&self, i: usize) -> i128 {
+        self.products[i] * 1000 / self.squares[i][i].max(1)
     }
 
     /// Returns what the solution leaves of the `i`th normal equation, because of the priors, the

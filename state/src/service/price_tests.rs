@@ -236,7 +236,11 @@ fn sample(count: u32, first_token_us: u64, tokens: u64, running: u64) -> Service
 }
 
 proptest! {
-    /// Amounts that hardly vary, or only together, reveal no price, for however long.
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Amounts that hardly vary, or only together, reveal no price, for however long. A range of
+    /// three standard errors misses once in some hundred times, but never says that a part costs
+    /// more than the whole.
     #[test]
     fn amounts_that_hardly_vary_leave_prices_open(
         count in 1_u32..80,
@@ -246,20 +250,26 @@ proptest! {
         every in 1_u64..60,
         seed: u64,
     ) {
-        let (mut learner, mut draws) = (PriceLearner::default(), Draws(seed));
-        for number in 0..3_000_u64 {
-            let us = 1_000_000 + draws.below(200_000);
-            let running = if number.is_multiple_of(every) { running } else { 0 };
-            let tokens = tokens + draws.below(more_tokens + 1);
-            learner.observe(&sample(count, us, tokens, running));
-        }
-        let learnt = learner.learnt().unwrap();
         // The first token may cost all of it, or nothing.
         let all_ns = 1_000_000_000 / (tokens + more_tokens);
-        if let Some((least, most)) = learnt.prices.prefill_range_ns {
-            prop_assert!(u64::from(least) <= 1_000 + all_ns / 20, "{least} to {most}");
-            prop_assert!(u64::from(most) >= all_ns.min(9_000_000) / 2, "{least} to {most} of {all_ns}");
+        let mut missed = 0;
+        for seed in (0..4).map(|more| seed.wrapping_add(more)) {
+            let (mut learner, mut draws) = (PriceLearner::default(), Draws(seed));
+            for number in 0..3_000_u64 {
+                let us = 1_000_000 + draws.below(200_000);
+                let running = if number.is_multiple_of(every) { running } else { 0 };
+                let tokens = tokens + draws.below(more_tokens + 1);
+                learner.observe(&sample(count, us, tokens, running));
+            }
+            let learnt = learner.learnt().unwrap();
+            if let Some((least, most)) = learnt.prices.prefill_range_ns {
+                let (least, most) = (u64::from(least), u64::from(most));
+                prop_assert!(least <= 1_000 + all_ns * 5 / 4, "{least} to {most} of {all_ns}");
+                prop_assert!(most >= all_ns.min(9_000_000) / 2, "{least} to {most} of {all_ns}");
+                missed += u64::from(least > 1_000 + all_ns / 20);
+            }
         }
+        prop_assert!(missed <= 1, "{missed} of 4 ranges leave out that tokens cost nothing");
     }
 }
 
