@@ -163,6 +163,14 @@ pub struct UserLimits {
     /// Concurrent requests. Default: unlimited.
     #[schemars(range(min = 1))]
     pub concurrent: Option<u32>,
+    /// Concurrent requests of one tree of sessions: an agent with its sub-agents. Default:
+    /// unlimited.
+    #[schemars(range(min = 1))]
+    pub concurrent_per_tree: Option<u32>,
+    /// Tokens of one tree of sessions, prompts and responses together, until its last session ends.
+    /// Default: unlimited.
+    #[schemars(range(min = 1, max = TOKENS_MAX))]
+    pub tokens_per_tree: Option<u64>,
     /// Length of the window. Default: one second.
     #[serde(rename = "window", with = "AsOption::<MillisOfDay>")]
     pub window_ms: Option<u32>,
@@ -186,6 +194,17 @@ impl UserLimits {
             "limits.concurrent",
             "at least 1",
         )?;
+        ensure(
+            self.concurrent_per_tree != Some(0),
+            "limits.concurrent_per_tree",
+            "at least 1",
+        )?;
+        ensure(
+            self.tokens_per_tree
+                .is_none_or(|tokens| (1..=TOKENS_MAX).contains(&tokens)),
+            "limits.tokens_per_tree",
+            "1 to 2^53",
+        )?;
         ensure(self.window_ms != Some(0), "limits.window", "at least 1")?;
         at_most("limits.window", self.window_ms(), WINDOW_MS_MAX)
     }
@@ -193,7 +212,11 @@ impl UserLimits {
     /// Whether no limit is set. The window alone is no limit.
     #[must_use]
     pub fn is_unbounded(&self) -> bool {
-        self.requests.is_none() && self.tokens.is_none() && self.concurrent.is_none()
+        self.requests.is_none()
+            && self.tokens.is_none()
+            && self.concurrent.is_none()
+            && self.concurrent_per_tree.is_none()
+            && self.tokens_per_tree.is_none()
     }
 
     /// Returns the length of the window, in milliseconds.

@@ -32,7 +32,7 @@ impl Admission {
         let (mut requests, mut tokens) = (None, None);
         for left in self.limits_preview(user) {
             match left.limit {
-                LimitKind::Concurrent => {}
+                LimitKind::Concurrent | LimitKind::ConcurrentPerTree => {}
                 LimitKind::Requests => requests = Some(left),
                 _ => tokens = tokens.into_iter().chain([left]).min_by_key(|it| it.left),
             }

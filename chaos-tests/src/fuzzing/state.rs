@@ -245,6 +245,8 @@ fn limit_bob() -> Command {
         requests: Some(7),
         tokens: Some(1 << 40),
         concurrent: Some(2),
+        concurrent_per_tree: Some(3),
+        tokens_per_tree: Some(1 << 30),
         window_ms: Some(60_000),
     };
     let settings = UserSettings {

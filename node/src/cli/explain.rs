@@ -280,6 +280,8 @@ fn limit(left: &Value) -> String {
         Some("requests") => "requests",
         Some("tokens") => "tokens",
         Some("concurrent") => "requests at once",
+        Some("concurrent-per-tree") => "requests at once of the session's tree",
+        Some("tokens-per-tree") => "tokens of the session's tree",
         Some("day-budget") => "tokens of the day's budget",
         Some("month-budget") => "tokens of the month's budget",
         Some(_) | None => "",

@@ -59,7 +59,7 @@ enum UserCommand {
 
 /// Arguments of `quorate user set`.
 #[derive(Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("bound").multiple(true).args(["requests", "tokens", "concurrent", "window"]))]
+#[command(group = clap::ArgGroup::new("bound").multiple(true).args(["requests", "tokens", "concurrent", "concurrent_per_tree", "tokens_per_tree", "window"]))]
 #[command(group = clap::ArgGroup::new("budget").multiple(true).args(["budget_day", "budget_month"]))]
 struct SetUserArgs {
     /// Name of the user
@@ -76,6 +76,12 @@ struct SetUserArgs {
     /// Concurrent requests
     #[arg(long, value_name = "N")]
     concurrent: Option<u32>,
+    /// Concurrent requests of one tree of sessions: an agent with its sub-agents
+    #[arg(long, value_name = "N")]
+    concurrent_per_tree: Option<u32>,
+    /// Tokens of one tree of sessions, prompts and responses together
+    #[arg(long, value_name = "N")]
+    tokens_per_tree: Option<u64>,
     /// Length of the window, such as `1m`
     #[arg(long, value_name = "DURATION")]
     window: Option<String>,
@@ -239,6 +245,11 @@ impl SetUserArgs {
             ("limits.requests", json!(self.requests)),
             ("limits.tokens", json!(self.tokens)),
             ("limits.concurrent", json!(self.concurrent)),
+            (
+                "limits.concurrent_per_tree",
+                json!(self.concurrent_per_tree),
+            ),
+            ("limits.tokens_per_tree", json!(self.tokens_per_tree)),
             ("limits.window", json!(self.window)),
             ("budget.day", json!(self.budget_day)),
             ("budget.month", json!(self.budget_month)),

@@ -21,6 +21,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::budgets::{BudgetPeriod, BudgetStatus};
+use crate::trees::{SESSION_IDLE_MS, SessionTree};
 
 pub(crate) use bucket::Consumed;
 
@@ -40,6 +41,10 @@ pub enum LimitKind {
     Tokens,
     /// Number of requests in flight at once.
     Concurrent,
+    /// Number of requests in flight at once of one tree of sessions.
+    ConcurrentPerTree,
+    /// Number of tokens of one tree of sessions.
+    TokensPerTree,
     /// Number of tokens per day.
     DayBudget,
     /// Number of tokens per month.
@@ -111,6 +116,22 @@ impl Quota {
                 limit: period.into(),
                 retry_after_ms: left.resets_at_ms.saturating_sub(unix_ms).max(1),
             }),
+        }
+    }
+
+    /// Checks whether the limit on tokens per tree allows one more request of `tree`; `None` without
+    /// a session, or for one that begins.
+    ///
+    /// # Errors
+    /// The limit, if it is used up. It is free again when the tree's last session has ended.
+    pub fn check_tree(&self, tree: Option<&SessionTree>) -> Result<(), LimitRejection> {
+        let used = tree.map_or(0, |tree| tree.usage.tokens());
+        match self.limits.tokens_per_tree {
+            Some(most) if used >= most => Err(LimitRejection {
+                limit: LimitKind::TokensPerTree,
+                retry_after_ms: SESSION_IDLE_MS,
+            }),
+            Some(_) | None => Ok(()),
         }
     }
 

@@ -1,6 +1,8 @@
 //! Examples for the buckets. `tests/admission` tests rates across replicas.
 
 use super::*;
+use crate::ids::UserKey;
+use crate::trees::TurnUsage;
 
 fn limits(requests: Option<u32>, tokens: Option<u64>, window_ms: u32) -> UserLimits {
     UserLimits {
@@ -8,6 +10,7 @@ fn limits(requests: Option<u32>, tokens: Option<u64>, window_ms: u32) -> UserLim
         tokens,
         concurrent: None,
         window_ms: Some(window_ms),
+        ..UserLimits::default()
     }
 }
 
@@ -228,4 +231,34 @@ fn limits_reset_when_their_usage_has_drained() {
     assert_eq!(used.left(10_600).tokens, Some(10));
     let unlimited = quota(UserLimits::default(), Consumed::default());
     assert_eq!(unlimited.resets_ms(10_000), [0, 0]);
+}
+
+#[test]
+fn a_tree_may_use_its_tokens_until_they_are_used_up() {
+    let of_tree = |tokens_per_tree| {
+        let limits = UserLimits {
+            tokens_per_tree,
+            ..UserLimits::default()
+        };
+        quota(limits, Consumed::default())
+    };
+    let tree = |input_cached, output| SessionTree {
+        user: UserKey(1),
+        sessions: 1,
+        begun_ms: 0,
+        turns: 1,
+        usage: TurnUsage {
+            input_uncached: 100,
+            input_cached,
+            output,
+        },
+    };
+    assert_eq!(of_tree(Some(1000)).check_tree(None), Ok(()));
+    assert_eq!(of_tree(Some(1000)).check_tree(Some(&tree(800, 99))), Ok(()));
+    assert_eq!(
+        of_tree(Some(1000)).check_tree(Some(&tree(800, 100))),
+        over(LimitKind::TokensPerTree, SESSION_IDLE_MS)
+    );
+    assert_eq!(of_tree(None).check_tree(Some(&tree(u64::MAX, 1))), Ok(()));
+    assert!(!of_tree(Some(1000)).is_unbounded());
 }

@@ -109,6 +109,12 @@ impl TurnUsage {
         self.input_uncached.saturating_add(self.input_cached)
     }
 
+    /// Returns the number of all tokens.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.input().saturating_add(self.output)
+    }
+
     fn add(&mut self, other: &Self) {
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
         self.input_cached = self.input_cached.saturating_add(other.input_cached);

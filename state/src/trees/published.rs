@@ -1,6 +1,6 @@
 //! [`TreesView`]: sessions and trees as requests read them, from any thread.
 
-use super::map::{SessionMap, TreeMap};
+use super::map::{SessionMap, TreeMap, root_of};
 use super::{AgentSession, SessionTree};
 use crate::ids::AgentSessionKey;
 
@@ -24,6 +24,17 @@ impl TreesView {
     #[must_use]
     pub fn session(&self, key: AgentSessionKey) -> Option<&AgentSession> {
         self.sessions.get(&key)
+    }
+
+    /// Returns the root of a session's tree. `parent` is the session that started it, `None` for a
+    /// root; it counts only while the session is unknown.
+    #[must_use]
+    pub fn root_of(
+        &self,
+        key: AgentSessionKey,
+        parent: Option<AgentSessionKey>,
+    ) -> AgentSessionKey {
+        root_of(&self.sessions, key, parent)
     }
 
     /// Returns the tree with the root `root`; `None` if all its sessions have ended.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::map::{SessionMap, TreeMap};
+use super::map::{SessionMap, TreeMap, root_of};
 use super::published::TreesView;
 use super::{
     AgentSession, GENERATIONS, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef,
@@ -85,9 +85,7 @@ impl Trees {
             self.end(idlest);
         }
         let parent = new.parent.filter(|parent| *parent != new.key);
-        let root = parent.map_or(new.key, |parent| {
-            self.sessions.get(&parent).map_or(parent, |it| it.root)
-        });
+        let root = root_of(&self.sessions, new.key, parent);
         let place = self.take_place();
         let session = AgentSession {
             place,
@@ -130,7 +128,7 @@ impl Trees {
         let mut root = None;
         self.change(turn.session, now_ms, |session| {
             session.turns = session.turns.saturating_add(1);
-            session.tokens = usage.input() + usage.output;
+            session.tokens = usage.tokens();
             session.usage.add(&usage);
             root = Some(session.root);
         });

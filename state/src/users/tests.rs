@@ -15,6 +15,8 @@ const NO_LIMITS: UserLimits = UserLimits {
     requests: None,
     tokens: None,
     concurrent: None,
+    concurrent_per_tree: None,
+    tokens_per_tree: None,
     window_ms: None,
 };
 

@@ -321,14 +321,19 @@ fn service() -> impl Strategy<Value = Item> {
 
 fn user_limits() -> impl Strategy<Value = UserLimits> {
     let of = |most: u32| prop::option::of(0..most);
-    (of(5), of(900), of(4), of(100_000)).prop_map(|(requests, tokens, concurrent, window_ms)| {
-        UserLimits {
-            requests,
-            tokens: tokens.map(u64::from),
-            concurrent,
-            window_ms,
-        }
-    })
+    let of_tree = (of(3), of(900));
+    (of(5), of(900), of(4), of_tree, of(100_000)).prop_map(
+        |(requests, tokens, concurrent, (concurrent_per_tree, tokens_per_tree), window_ms)| {
+            UserLimits {
+                requests,
+                tokens: tokens.map(u64::from),
+                concurrent,
+                concurrent_per_tree,
+                tokens_per_tree: tokens_per_tree.map(u64::from),
+                window_ms,
+            }
+        },
+    )
 }
 
 fn admission() -> impl Strategy<Value = AdmissionSettings> {

@@ -84,6 +84,8 @@ fn over_limit(over: LimitRejection) -> ProxyError {
         LimitKind::Requests => "requests per window",
         LimitKind::Tokens => "tokens per window",
         LimitKind::Concurrent => "requests at once",
+        LimitKind::ConcurrentPerTree => "requests at once of this session's tree",
+        LimitKind::TokensPerTree => "tokens of this session's tree",
         LimitKind::DayBudget => return over_budget("day", retry_after_ms),
         LimitKind::MonthBudget => return over_budget("month", retry_after_ms),
     };
