@@ -220,6 +220,7 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         identity,
         request_id: "0123456789abcdef",
         user: &ADA,
+        session: None,
         headers: None,
         policy: None,
         labels: &[],

@@ -17,6 +17,7 @@ pub mod prompt;
 pub mod proxy;
 pub mod readiness;
 pub mod routing;
+pub mod sessions;
 pub mod settings;
 mod sync;
 pub mod traces;

@@ -228,6 +228,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         identity: &identities[i],
         request_id: "0123456789abcdef0123456789abcdef",
         user: &ADA,
+        session: None,
         headers: None,
         policy: None,
         labels: &[],

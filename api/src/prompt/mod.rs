@@ -29,6 +29,7 @@ mod multipart;
 mod pydantic_lax;
 mod read;
 mod reader;
+mod session_fields;
 #[cfg(test)]
 mod tests;
 mod tokenize_client;
@@ -43,6 +44,7 @@ use state::policy::PairSettings;
 use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
+use crate::sessions::BodySessionNames;
 use crate::users::isolation::SaltedWork;
 
 pub use cache_use::Truncation;
@@ -103,6 +105,8 @@ pub struct ParsedBody {
     /// The `previous_response_id` field of `/v1/responses`: a stored response that the request
     /// continues. `None` if absent or `null`.
     pub previous_response: Option<String>,
+    /// Fields that may name the session of the request; `None` without any.
+    pub session: Option<Box<BodySessionNames>>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` if absent or invalid.
     pub max_tokens: Option<u32>,
     /// Number of choices requested: `n` or `best_of`, for each prompt of a batch; at least 1.

@@ -22,6 +22,7 @@ use super::completion_prompt::CompletionPrompt;
 use super::flatten::{ContentText, Input, Messages, push_framed};
 use super::further_fields::FurtherFields;
 use super::pydantic_lax::{LaxError, LaxValue};
+use super::session_fields::SessionFields;
 use super::{BodyRejection, ParsedBody, Prompt, PromptBatch, ReplyShape};
 
 /// Reads a body posted to `path`.
@@ -196,6 +197,7 @@ struct BodyFields<'de> {
     has_cache_salt: bool,
     lora_path: Option<&'de RawValue>,
     previous_response: Option<String>,
+    session: SessionFields<'de>,
     max_tokens: Option<u32>,
     choices: Option<u32>,
     tools: Option<&'de RawValue>,
@@ -236,6 +238,7 @@ impl BodyFields<'_> {
             has_cache_salt: self.has_cache_salt,
             adapter: self.lora_path.map(|path| path.get().to_owned()),
             previous_response: self.previous_response,
+            session: self.session.names(),
             max_tokens: self.max_tokens,
             skips_cache: surface.skips_cache(&self.cache),
             truncation: self.cache.truncation(),
@@ -327,6 +330,8 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
                     self.found.further.add(&key);
                     if CacheFields::has(&key) {
                         self.found.cache.take(&key, &map.next_value()?);
+                    } else if SessionFields::has(&key) {
+                        self.found.session.take(&key, map.next_value()?);
                     } else {
                         map.next_value::<IgnoredAny>()?;
                     }

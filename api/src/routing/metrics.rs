@@ -83,6 +83,8 @@ pub struct RoutingMetrics {
     totals: Arc<PrefixTotals>,
     /// Ids of the backends that have series. Locked while series are added or removed.
     shown: Arc<Mutex<BTreeSet<String>>>,
+    /// Names of sessions that were ignored because they were out of bounds.
+    pub(crate) refused_session_names: Counter,
     outbox_items: Gauge,
     outbox_bytes: Gauge,
     outbox_age_s: Gauge<f64, AtomicU64>,
@@ -192,6 +194,11 @@ impl RoutingMetrics {
             "quorate_prefix_cached_tokens",
             "Prompt tokens that the engine had cached, of requests whose engine reported it",
             &self.cached_tokens,
+        );
+        add(
+            "quorate_route_session_names_refused",
+            "Names of sessions that were ignored: too long, not UTF-8, or with control characters",
+            &self.refused_session_names,
         );
         self.register_outbox(registry);
     }

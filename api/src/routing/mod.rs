@@ -56,6 +56,7 @@ use crate::base::clock::Clock;
 use crate::engines::backends::{Backends, HalfOpenProbe};
 use crate::ports::Propose;
 use crate::prompt::{ModelSettings, PromptIdentity, PromptReader};
+use crate::sessions::NamedSession;
 
 pub use crate::users::user_name::UserName;
 pub use decide::Decider;
@@ -141,6 +142,8 @@ pub struct RoutingRequest<'a> {
     pub request_id: &'a str,
     /// User to charge the tokens to.
     pub user: &'a UserName,
+    /// Session of which the request is a turn; `None` if it names none.
+    pub session: Option<NamedSession>,
     /// The request's headers, which may name its session; `None` if there are none.
     pub headers: Option<&'a HeaderMap>,
     /// The client's address; `None` if it is not known.

@@ -56,6 +56,18 @@ pub(crate) fn is_hash(text: &str) -> bool {
     text.len() == 16 && text.bytes().all(|it| it.is_ascii_hexdigit())
 }
 
+/// Whether a text has control or format characters, which would change how terminals display the
+/// rest.
+pub(crate) fn has_hidden_character(text: &str) -> bool {
+    let is_format = |it: char| {
+        matches!(
+            it,
+            '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}'
+        )
+    };
+    text.chars().any(|it| it.is_control() || is_format(it))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

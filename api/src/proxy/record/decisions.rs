@@ -174,6 +174,7 @@ impl DecisionLog {
             model: request.parsed.model.as_str().into(),
             user: request.user.clone(),
             user_source: request.user_source.clone(),
+            session: request.session,
             labels: request.preferences.labels.clone(),
             priority: request.priority,
             deadline: request.deadline,

@@ -12,6 +12,7 @@ use super::outcome::RequestOutcome;
 use crate::prompt::BlockUnit;
 use crate::proxy::request::identify::UserSource;
 use crate::routing::{DecisionRecord, Labels, UserName};
+use crate::sessions::NamedSession;
 
 /// Record of one request and its attempts.
 #[derive(Debug)]
@@ -31,6 +32,8 @@ pub struct RequestRecord {
     pub user: UserName,
     /// Source of the user's name.
     pub user_source: UserSource,
+    /// Session of which the request is a turn; `None` if it names none.
+    pub session: Option<NamedSession>,
     /// Labels that backends must have.
     pub labels: Labels,
     /// Priority among waiting requests.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Method, Version};
+use prometheus_client::metrics::counter::Counter;
 use state::StateView;
 use state::ids::Slot;
 
@@ -37,6 +38,7 @@ use crate::proxy::settings::reserved_fields::without_salt;
 use crate::routing::{
     Decider, PermitCell, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
 };
+use crate::sessions::{NamedSession, SessionNames};
 use crate::traces::TracedQuestion;
 use crate::users::isolation::{SaltedPath, SaltedWork, salt};
 
@@ -47,6 +49,8 @@ pub struct RequestReader {
     pub(super) view: Arc<StateView>,
     keys: ClusterKeys,
     settings: Arc<ProxySettings>,
+    /// Number of sessions' names that were out of bounds.
+    refused_names: Counter,
 }
 
 /// Head of a request.
@@ -78,6 +82,8 @@ pub struct ClientRequest {
     pub user: UserName,
     /// Source of the user's name.
     pub user_source: UserSource,
+    /// Session of which the request is a turn; `None` if it names none.
+    pub session: Option<NamedSession>,
     /// Policy and labels that the request asks for.
     pub preferences: RoutingPreferences,
     /// Priority among waiting requests.
@@ -171,6 +177,7 @@ impl ClientRequest {
             identity: &self.identity,
             request_id,
             user: &self.user,
+            session: self.session,
             headers: Some(headers),
             client: self.address.as_ref().and_then(last_address),
             policy: self.preferences.policy.as_ref(),
@@ -233,6 +240,7 @@ impl RequestReader {
             view: Arc::clone(router.view()),
             keys: ClusterKeys::new(router.view(), router.clock()),
             settings,
+            refused_names: router.metrics().refused_session_names.clone(),
         }
     }
 
@@ -294,6 +302,7 @@ impl RequestReader {
         check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
         let has_objective = head.is_of_gateway && is_trusted(&self.settings, head.origin);
         let priority = priority(headers, self.settings.priority_max, has_objective)?;
+        let session = self.session(headers, &request.parsed, &name);
         let isolation = self.isolate(head.path, &name, &mut request, body).await?;
         // Tokenize once, from the body that the engine receives.
         let ReadRequest {
@@ -310,6 +319,7 @@ impl RequestReader {
             priority,
             user: name,
             user_source: source,
+            session,
             parsed,
             identity,
             _made_by: ReaderOnly,
@@ -348,6 +358,35 @@ impl RequestReader {
     /// Returns a list of the request headers that have no effect under the config; `None` if empty.
     pub(in crate::proxy) fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         self.decider.ignored(headers)
+    }
+
+    /// Returns the session that a request of `user` names, and counts names that are out of bounds.
+    fn session(
+        &self,
+        headers: &HeaderMap,
+        parsed: &ParsedBody,
+        user: &UserName,
+    ) -> Option<NamedSession> {
+        let refused = |_| {
+            self.refused_names.inc();
+        };
+        let rules = &self.settings.sessions;
+        let names = rules.names(headers, parsed.session.as_deref(), refused)?;
+        let hash_seed = self.hash_seed();
+        Some(names.hashed(hash_seed, user.key(hash_seed)))
+    }
+
+    /// Returns the names from which the data plane would take a request's session, and the sources
+    /// whose names are out of bounds.
+    pub fn session_names<'a>(
+        &self,
+        headers: &'a HeaderMap,
+        parsed: &'a ParsedBody,
+    ) -> (Option<SessionNames<'a>>, Vec<&'static str>) {
+        let mut refused = Vec::new();
+        let rules = &self.settings.sessions;
+        let names = rules.names(headers, parsed.session.as_deref(), |it| refused.push(it));
+        (names, refused)
     }
 
     /// Returns the request id that the data plane would take from these headers; `None` if it would

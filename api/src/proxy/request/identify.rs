@@ -275,15 +275,9 @@ fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, P
     Ok(Cow::Owned(format!("{prefix}{name}")))
 }
 
-/// Rejects control and format characters, which would change how terminals display the rest.
+/// Rejects control and format characters.
 fn check_name(name: &str, place: &str) -> Result<(), ProxyError> {
-    let is_format = |it: char| {
-        matches!(
-            it,
-            '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}'
-        )
-    };
-    if name.chars().any(|it| it.is_control() || is_format(it)) {
+    if user_name::has_hidden_character(name) {
         return Err(bad_name("has a control character", place));
     }
     Ok(())

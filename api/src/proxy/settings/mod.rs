@@ -22,6 +22,7 @@ use self::reserved_fields::{FieldRules, HeaderRules};
 use crate::engines::backends::pool::PoolSettings;
 use crate::files::ring::RingSettings;
 use crate::net::ip_prefix::IpPrefix;
+use crate::sessions::SessionRules;
 use crate::settings::{Size, Status};
 use crate::traces::Tracer;
 use crate::users::api_keys::KeyRules;
@@ -50,6 +51,8 @@ pub struct ProxySettings {
     pub timeouts: ProxyTimeouts,
     /// Sources of the user's name, in order. A user that none of them names is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
+    /// Rules by which requests name their sessions.
+    pub sessions: SessionRules,
     /// Addresses that speak for many clients, such as load balancers. They may name users, and
     /// limits per client address do not apply to them.
     pub trusted_proxies: Vec<IpPrefix>,
@@ -345,6 +348,7 @@ impl ProxySettings {
             limits: ProxyLimits::default(),
             timeouts: ProxyTimeouts::default(),
             identify_by: IdentifyBy::defaults(),
+            sessions: SessionRules::default(),
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
             keys: KeyRules::default(),

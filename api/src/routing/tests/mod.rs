@@ -139,6 +139,7 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         identity,
         request_id: "r-1",
         user: &ADA,
+        session: None,
         headers: None,
         policy: None,
         labels: &[],

@@ -48,6 +48,7 @@ impl AdmissionRequest for ChatRequest {
             identity: &self.identity,
             request_id: &self.id,
             user: &self.user,
+            session: None,
             headers: None,
             policy: None,
             labels: &[],

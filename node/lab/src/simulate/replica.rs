@@ -163,6 +163,7 @@ impl SimRequest<'_> {
             identity: &self.identity,
             request_id: &self.id,
             user: &self.sender.name,
+            session: None,
             headers: Some(&self.sender.headers),
             policy: None,
             labels: &[],

@@ -82,6 +82,7 @@ impl AdmissionRequest for Chat {
             identity: &self.identity,
             request_id: &self.id,
             user: &self.user,
+            session: None,
             headers: None,
             policy: None,
             labels: &[],

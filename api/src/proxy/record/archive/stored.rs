@@ -104,6 +104,7 @@ impl Encode for RequestRecord {
             model,
             user,
             user_source,
+            session,
             labels,
             priority,
             deadline,
@@ -122,7 +123,7 @@ impl Encode for RequestRecord {
             is_archived: _,
         } = self;
         (number, replica, id, path, model, user.as_str()).encode(encoder)?;
-        (user_source.text(), labels, priority, deadline).encode(encoder)?;
+        (user_source.text(), session, labels, priority, deadline).encode(encoder)?;
         (tokens_max, is_stream, unit, tokens, blocks).encode(encoder)?;
         (matchable, tokens_per_block, at_ms).encode(encoder)?;
         self.attempts().encode(encoder)?;
@@ -137,7 +138,7 @@ impl Encode for RequestRecord {
 impl<C> Decode<C> for RequestRecord {
     fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
         let (number, replica, id, path, model, user) = Decode::decode(decoder)?;
-        let (user_source, labels, priority, deadline) = Decode::decode(decoder)?;
+        let (user_source, session, labels, priority, deadline) = Decode::decode(decoder)?;
         let (tokens_max, is_stream, unit, tokens, blocks) = Decode::decode(decoder)?;
         let (matchable, tokens_per_block, at_ms) = Decode::decode(decoder)?;
         let attempts = Decode::decode(decoder)?;
@@ -157,6 +158,7 @@ impl<C> Decode<C> for RequestRecord {
             model,
             user: UserName::bounded(user),
             user_source: UserSource::Stored(user_source.0),
+            session,
             labels,
             priority,
             deadline,
