@@ -9,6 +9,7 @@ use std::time::Duration;
 use api::base::clock::Clock;
 use api::files::ring::RingSettings;
 use api::proxy::{AllowedOrigins, FieldRules, HeaderRules, IpPrefix, ProxySettings};
+use api::sessions::{SessionHeaders, SessionRules};
 use api::users::api_keys::{KeyRules, ListAge};
 use raft::{Formation, Peers, Promotion, ReplicaOptions, Storage};
 use state::command::{Command, Envelope, Founding, Lane, Origin};
@@ -144,6 +145,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         charges: users.charges,
         min_index_wait: config.sections.routing.min_index_wait,
         identify_by: users.identify_by.clone(),
+        sessions: session_rules(&config.sessions),
         trusted_proxies: users.trusted_proxies.clone(),
         api_keys: config.api_keys.clone(),
         priority_max: config.admission.priority_max,
@@ -163,6 +165,18 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         logged_requests: config.log.access,
         ..ProxySettings::new(config.id)
     }
+}
+
+/// Returns the rules by which requests name their sessions. Config parsing has checked the names.
+fn session_rules(sessions: &config::SessionsConfig) -> SessionRules {
+    let headers = sessions.headers.iter().filter_map(|it| {
+        let parent = it.parent.as_deref().map(str::parse).transpose();
+        Some(SessionHeaders {
+            session: it.session.parse().ok()?,
+            parent: parent.ok()?,
+        })
+    });
+    SessionRules::new(sessions.enabled, &headers.collect::<Vec<_>>())
 }
 
 /// Returns the rules for the cluster's API keys. `list` returns the age of the replicated list.

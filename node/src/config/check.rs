@@ -29,6 +29,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let admin_tokens = admin_tokens(&file.admin, found);
     exposure(&file, found);
     requests::check(&file.requests, found);
+    requests::check_sessions(&file.sessions, found);
     engines::check_probes(&file.probes, found);
     let models = models::models(&file.models, found);
     let backends = engines::backends(&file, &models, found);

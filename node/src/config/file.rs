@@ -28,7 +28,7 @@ use super::identity::IdSource;
 use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CorsConfig, DecisionsConfig, DrainConfig, LogConfig, RequestsConfig,
-    TracingConfig, UsageConfig, UsersConfig,
+    SessionsConfig, TracingConfig, UsageConfig, UsersConfig,
 };
 
 /// A config file of a replica.
@@ -66,6 +66,8 @@ pub struct ConfigFile {
     pub cors: CorsConfig,
     /// Who a request's user is, which API keys are accepted, and what responses tell.
     pub users: UsersConfig,
+    /// Sessions of agents and chats, and how requests name them. See docs/guide/agents.md.
+    pub sessions: SessionsConfig,
     /// What clients may take of this replica's connections, requests and memory.
     pub limits: ProxyLimits,
     /// Usage reports that are requested from engines.

@@ -97,6 +97,13 @@ state::forms! {
         read: |text| is_plain_name(text).then(|| text.to_owned()),
         show: String::clone,
     }
+    /// Name of a header, in lower case.
+    HeaderField: String = "header-name" {
+        pattern: r"^[0-9A-Za-z!#$%&'*+.^_`|~-]+$",
+        expected: "a header's name, such as \"x-chat-id\"",
+        read: |text| text.parse().ok().map(|name: http::HeaderName| name.as_str().to_owned()),
+        show: String::clone,
+    }
     /// Path that is routed to engines.
     RoutedPath: String = "routed-path" {
         pattern: "^/",

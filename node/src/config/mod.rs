@@ -64,7 +64,7 @@ pub use tls::{
 };
 pub use traffic::{
     AdminConfig, CorsConfig, DecisionsConfig, DrainConfig, LogConfig, LogFormat, RequestsConfig,
-    TracingConfig, UsageConfig, UsersConfig,
+    SessionHeadersConfig, SessionsConfig, TracingConfig, UsageConfig, UsersConfig,
 };
 
 /// The checked configuration of `quorate serve`: the file's sections, through `Deref`, and what was

@@ -15,13 +15,17 @@ use super::foreign_names;
 use super::schema::{self, SCHEMA, expected, fit, join};
 
 /// Lists of tables, which variables cannot set, each with the way to set it.
-const LISTS: [(&str, &str); 3] = [
+const LISTS: [(&str, &str); 4] = [
     (
         "BACKENDS",
         "[[backends]] in the config file, or serve --backend URL",
     ),
     ("DISCOVERY", "[[discovery]] in the config file"),
     ("MODELS", "[[models]] in the config file"),
+    (
+        "SESSIONS__HEADERS",
+        "[[sessions.headers]] in the config file",
+    ),
 ];
 
 /// The layers of a config, except the defaults.
@@ -330,7 +334,9 @@ impl Settings {
             return self.overlay(path, schema, text, place);
         }
         let section = rest.split("__").next().unwrap_or(rest);
-        let list = LISTS.iter().find(|(list, _)| *list == section);
+        let list = LISTS
+            .iter()
+            .find(|(list, _)| *list == section || *list == rest);
         let expected = match list {
             Some((_, expected)) => (*expected).to_owned(),
             None if rest.contains("__") => {

@@ -1,10 +1,12 @@
-//! Checks of `[requests]`: fields and headers of requests that are refused or removed.
+//! Checks of `[requests]` and `[sessions]`: fields and headers of requests that are refused or
+//! removed, and headers that name sessions.
 
 use api::prompt::is_read;
 use api::proxy::HeaderRules;
+use api::sessions::CONFIGURED_MAX;
 
 use super::read::Settings;
-use super::traffic::RequestsConfig;
+use super::traffic::{RequestsConfig, SessionsConfig};
 
 /// Rejects fields that the router reads itself, and names that no header can have.
 pub(super) fn check(requests: &RequestsConfig, found: &mut Settings) {
@@ -23,6 +25,18 @@ pub(super) fn check(requests: &RequestsConfig, found: &mut Settings) {
         let expected = "names of headers, each optionally ending in \"*\"";
         found.refuse(path, format!("{path} is {headers:?}"), expected);
     }
+}
+
+/// Rejects more headers than sessions may be named by, and repeated ones.
+pub(super) fn check_sessions(sessions: &SessionsConfig, found: &mut Settings) {
+    let path = "sessions.headers";
+    let count = sessions.headers.len();
+    if count > CONFIGURED_MAX {
+        let expected = format!("at most {CONFIGURED_MAX} entries");
+        found.refuse(path, format!("{path} has {count} entries"), &expected);
+    }
+    let names = sessions.headers.iter().map(|it| it.session.as_str());
+    found.unique(path, "session", names);
 }
 
 #[cfg(test)]

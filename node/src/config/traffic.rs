@@ -14,8 +14,8 @@ use smart_default::SmartDefault;
 use state::command::UserDefaults;
 
 use super::form::{
-    As, AsList, AsOption, DiskSpace, EngineRule, EngineUrl, HostName, Identity, LogFilter, Origin,
-    PlainName, Prefix, RoutedPath, SampleForm, SpanOrZero,
+    As, AsList, AsOption, DiskSpace, EngineRule, EngineUrl, HeaderField, HostName, Identity,
+    LogFilter, Origin, PlainName, Prefix, RoutedPath, SampleForm, SpanOrZero,
 };
 
 /// Keys of `[admin]`: who may use the admin API, and which engines it may register.
@@ -137,6 +137,32 @@ pub struct UsersConfig {
     pub expose: Expose,
     /// Defaults of users.
     pub defaults: UserDefaults,
+}
+
+/// Keys of `[sessions]`: whether requests belong to sessions, and which headers name them.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SessionsConfig {
+    /// Recognise the sessions of agents and chats, and the trees that they form.
+    #[default(true)]
+    pub enabled: bool,
+    /// Headers that name sessions, after those of known clients and before the body; the first
+    /// entry that a request has counts. At most 16.
+    pub headers: Vec<SessionHeadersConfig>,
+}
+
+/// Keys of an entry of `[[sessions.headers]]`: the headers of one kind of client. The first entry
+/// whose `session` header a request has counts, after the headers of known clients
+/// (docs/guide/agents.md) and before the body.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SessionHeadersConfig {
+    /// Header with the name of the session.
+    #[serde(with = "As::<HeaderField>")]
+    pub session: String,
+    /// Header with the name of the session that started it. Default: sessions have no parent.
+    #[serde(with = "AsOption::<HeaderField>")]
+    pub parent: Option<String>,
 }
 
 /// Keys of `[usage]`: whether engines are asked to report the usage of streams.

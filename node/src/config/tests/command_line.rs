@@ -43,6 +43,7 @@ fn lists_of_tables_in_variables_are_errors() {
     for (name, list) in [
         ("QUORATE_BACKENDS", "[[backends]]"),
         ("QUORATE_MODELS", "[[models]]"),
+        ("QUORATE_SESSIONS__HEADERS", "[[sessions.headers]]"),
         ("QUORATE_DISCOVERY", "[[discovery]]"),
         ("QUORATE_BACKENDS__0__URL", "[[backends]]"),
         ("QUORATE_DISCOVERY__0__KIND", "[[discovery]]"),

@@ -64,7 +64,7 @@ connect = "soon"
 }
 
 #[test]
-fn five_keys_are_required_and_all_others_have_valid_defaults() {
+fn six_keys_are_required_and_all_others_have_valid_defaults() {
     let mut required = Vec::new();
     for section in schema::sections() {
         let names = section.required.iter();
@@ -83,6 +83,7 @@ fn five_keys_are_required_and_all_others_have_valid_defaults() {
     }
     let expected = [
         "node.id",
+        "sessions.headers.session",
         "models.name",
         "backends.id",
         "backends.url",
