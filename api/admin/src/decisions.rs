@@ -21,6 +21,7 @@ use api::files::ring::RingPosition;
 use api::prompt::BlockUnit;
 use api::proxy::{DecidedAttempt, DecisionCursor, DecisionFilter, RequestEnd, RequestRecord};
 use api::routing::{AttemptReport, DecisionView, Usage};
+use api::sessions::NamedSession;
 
 /// Query parameters of the list.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -93,6 +94,8 @@ struct DecisionSummary {
     user: String,
     user_key: String,
     user_source: String,
+    /// Session of which the request was a turn; `null`: it named none.
+    session: Option<TurnView>,
     stream: bool,
     /// Number of prompt tokens, as far as known.
     tokens: u32,
@@ -104,6 +107,31 @@ struct DecisionSummary {
     last: Option<LastDecision>,
     /// How the request ended; `null`: it is in progress.
     end: Option<EndView>,
+}
+
+/// The session of a request.
+#[derive(Serialize, JsonSchema)]
+struct TurnView {
+    /// Id of the session, 16 hex digits.
+    id: String,
+    /// Id of the session that started it; `null`: it was a root.
+    parent: Option<String>,
+    /// Whether the turn was the last one of the session.
+    #[serde(rename = "final")]
+    is_final: bool,
+    /// Where the names came from, `header:NAME` or `body:FIELD`.
+    source: &'static str,
+}
+
+impl TurnView {
+    fn of(named: &NamedSession) -> Self {
+        Self {
+            id: named.key.to_string(),
+            parent: named.parent.map(|parent| parent.to_string()),
+            is_final: named.is_final,
+            source: named.source,
+        }
+    }
 }
 
 /// Summary of the last decision.
@@ -337,6 +365,7 @@ impl DecisionSummary {
             user: record.user.as_str().to_owned(),
             user_key: key_text(record.user.key(hash_seed)),
             user_source: record.user_source.text(),
+            session: record.session.as_ref().map(TurnView::of),
             stream: record.is_stream,
             tokens: record.tokens,
             blocks_total: record.blocks,

@@ -25,6 +25,7 @@ use api::error::{Problem, ProxyError, rescue};
 use api::prompt::BlockUnit;
 use api::proxy::{RequestHead, RequestOrigin, RequestReader, UnsentRequest};
 use api::routing::{Decider, Explanation, PermitCell, Router, SharedOutbox};
+use api::sessions::{NamedSession, SessionNames};
 
 /// A request as a client would send it.
 #[derive(Deserialize, JsonSchema)]
@@ -86,6 +87,12 @@ pub(super) struct ExplainResponse {
     /// How the user was identified: an entry of `users.identify_by`, `checked-key`, `nobody` or
     /// `given`.
     user_source: String,
+    /// Session of an agent or chat of which the request is a turn; `null`: it names none.
+    session: Option<ExplainedSession>,
+    /// Sources whose name of a session or parent is out of bounds, and so counts as absent; absent:
+    /// none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    session_names_refused: Vec<&'static str>,
     /// Assumed client address of the request; `null`: a trusted proxy.
     peer: Option<IpAddr>,
     /// Request id, which breaks ties; `null`: the data plane would generate one.
@@ -110,6 +117,37 @@ pub(super) struct ExplainResponse {
     refusal: Option<RefusalDetail>,
     #[serde(flatten)]
     explanation: Explanation,
+}
+
+/// A session as its client names it.
+#[derive(Serialize, JsonSchema)]
+struct ExplainedSession {
+    /// Id of the session, 16 hex digits.
+    id: String,
+    /// Name that the client gave it.
+    name: String,
+    /// Id of the session that started it; `null`: it is a root.
+    parent: Option<String>,
+    /// Name that the client gave the parent.
+    parent_name: Option<String>,
+    /// Whether this turn is the last one of the session.
+    #[serde(rename = "final")]
+    is_final: bool,
+    /// Where the names come from, `header:NAME` or `body:FIELD`.
+    source: &'static str,
+}
+
+impl ExplainedSession {
+    fn of(named: NamedSession, names: SessionNames<'_>) -> Self {
+        Self {
+            id: named.key.to_string(),
+            name: names.session.to_owned(),
+            parent: named.parent.map(|parent| parent.to_string()),
+            parent_name: names.parent.map(ToOwned::to_owned),
+            is_final: named.is_final,
+            source: named.source,
+        }
+    }
 }
 
 /// The data plane's error, as clients get it.
@@ -258,12 +296,16 @@ impl HypotheticalRequest {
         }
         let hash_seed = requests.hash_seed();
         let deadline = request.deadline.map(|it| it.as_millis());
+        let (names, refused) = requests.session_names(&unsent.headers, &request.parsed);
+        let session = request.session.zip(names);
         Ok(ExplainResponse {
             read: "local",
             stream: request.parsed.stream,
             user: request.user.as_str().to_owned(),
             user_key: key_text(request.user.key(hash_seed)),
             user_source: request.user_source.text(),
+            session: session.map(|(named, names)| ExplainedSession::of(named, names)),
+            session_names_refused: refused,
             peer: self.asked.peer,
             request_id: request_id.map(ToOwned::to_owned),
             priority: request.priority,

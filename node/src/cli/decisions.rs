@@ -176,6 +176,7 @@ pub(super) fn shown(answer: &Value) -> String {
             cell(&answer["user_source"]),
             cell(&answer["priority"])
         ),
+        format!("session  {}", session(&answer["session"])),
         format!(
             "prompt   {} tokens, {} blocks",
             cell(&answer["tokens"]),
@@ -197,6 +198,22 @@ pub(super) fn shown(answer: &Value) -> String {
         lines.extend(attempt(number + 1, decision));
     }
     lines.join("\n")
+}
+
+/// Formats the session of a request.
+fn session(named: &Value) -> String {
+    if named.is_null() {
+        return "none".to_owned();
+    }
+    let mut text = format!(
+        "{}, named by {}",
+        cell(&named["id"]),
+        cell(&named["source"])
+    );
+    if let Value::String(parent) = &named["parent"] {
+        text += &format!("; started by {parent}");
+    }
+    text
 }
 
 /// Formats an attempt as lines of text and a table of its candidates.

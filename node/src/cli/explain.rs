@@ -167,14 +167,6 @@ fn facts(answer: &Value) -> Vec<String> {
         (Value::Null, why) => format!("none: {}", cell(why)),
         (choice, _) => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
-    let session = match &answer["request"]["session_source"] {
-        Value::Null => "none that the policy uses".to_owned(),
-        source => format!(
-            "{}, by {}",
-            cell(&answer["request"]["session"]),
-            cell(source)
-        ),
-    };
     let named_by = match answer["user_source"].as_str() {
         Some("nobody") => "the request names none".to_owned(),
         _ => format!("named by {}", cell(&answer["user_source"])),
@@ -186,7 +178,7 @@ fn facts(answer: &Value) -> Vec<String> {
             cell(&answer["user"]),
             cell(&answer["priority"])
         ),
-        format!("session  {session}"),
+        format!("session  {}", session(answer)),
         prompt_line(answer),
         format!("blocks   {blocks}"),
         format!(
@@ -220,6 +212,38 @@ fn facts(answer: &Value) -> Vec<String> {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));
     }
     lines
+}
+
+/// Returns the session that the request names, and the one that the policy uses, if any.
+fn session(answer: &Value) -> String {
+    let (named, of_policy) = (&answer["session"], &answer["request"]["session_source"]);
+    let mut text = match named {
+        Value::Null => "the request names none".to_owned(),
+        named => format!(
+            "{} ({}), named by {}",
+            cell(&named["name"]),
+            cell(&named["id"]),
+            cell(&named["source"])
+        ),
+    };
+    if let Value::String(parent) = &named["parent"] {
+        text += &format!("; started by {} ({parent})", cell(&named["parent_name"]));
+    }
+    if named["final"] == true {
+        text += "; its last turn";
+    }
+    if let Value::String(source) = of_policy {
+        let key = cell(&answer["request"]["session"]);
+        text += &format!("; the policy uses {key}, by {source}");
+    }
+    for source in answer["session_names_refused"]
+        .as_array()
+        .into_iter()
+        .flatten()
+    {
+        text += &format!("; {} is out of bounds", cell(source));
+    }
+    text
 }
 
 /// Returns what admission would do with the request, one fact per line.

@@ -109,3 +109,37 @@ async fn a_model_without_backends_is_refused_as_by_the_data_plane() {
     assert_eq!(explained["refusal"]["code"], "model_not_found");
     assert_eq!(explained["no_choice"], "unknown-model");
 }
+
+#[tokio::test]
+async fn explain_tells_which_session_a_request_names() {
+    let bench = Bench::with_backends();
+    let asked = async |headers: Value, user: &str| {
+        let asked = json!({
+            "path": "/v1/completions",
+            "headers": headers,
+            "user": user,
+            "body": {"model": "m", "prompt": "p", "prompt_cache_key": "k"},
+        });
+        let asked = asked.to_string();
+        bench.call("POST", "/admin/v1/explain", &asked).await.json()
+    };
+    let child = json!({"x-quorate-session": "c", "x-quorate-parent-session": "s"});
+    let (child, root) = (
+        asked(child, "ada").await,
+        asked(json!({"session-id": "s"}), "ada").await,
+    );
+    let id = |answer: &Value| answer["session"]["id"].as_str().unwrap().to_owned();
+    assert_eq!(child["session"]["parent"], id(&root));
+    assert_eq!(child["session"]["parent_name"], "s");
+    let expected = json!({
+        "id": id(&root), "name": "s", "parent": null, "parent_name": null, "final": false,
+        "source": "header:session-id",
+    });
+    assert_eq!(root["session"], expected);
+    assert!(id(&root).len() == 16 && id(&root).bytes().all(|it| it.is_ascii_hexdigit()));
+    let other = asked(json!({"session-id": "s"}), "bo").await;
+    assert_ne!(id(&other), id(&root), "another user's");
+    let long = asked(json!({"session-id": "s".repeat(257)}), "ada").await;
+    assert_eq!(long["session"]["source"], "body:prompt_cache_key");
+    assert_eq!(long["session_names_refused"], json!(["header:session-id"]));
+}
