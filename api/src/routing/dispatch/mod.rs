@@ -14,6 +14,7 @@ pub(super) mod prompt_size;
 pub(super) mod reply;
 pub(super) mod samples;
 pub(super) mod text_samples;
+mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -14,6 +14,7 @@ mod saturated;
 mod shares;
 mod stories;
 mod tokens;
+mod turns;
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;

@@ -16,7 +16,6 @@ mod report;
 mod stages;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use state::Registry;
 use state::admission::{Advance, Order, Pricing, TokenDelta};
@@ -42,6 +41,7 @@ use crate::routing::load::LoadGuard;
 use crate::routing::metrics::BackendMeter;
 use crate::routing::outbox::{ChargeCommit, Outbox};
 use crate::routing::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage, UserPermit};
+use crate::sessions::NamedSession;
 use crate::traces::AttemptTrace;
 
 /// Maximum number of reported output tokens left uncharged while the response streams.
@@ -85,6 +85,8 @@ pub(in crate::routing) struct OpenAttempt {
     learnt: LearntBlocks,
     /// The stage at the prefill backend; `None` if this backend computes the prompt.
     prefill: Option<PrefillStage>,
+    /// Session of which the request is a turn, if any.
+    session: Option<NamedSession>,
     /// Maximum number of prompt tokens charged as cached: those that a prefill backend found cached
     /// when it computed the prompt without handing it over. `None` if no backend did.
     cached_max: Option<u64>,
@@ -185,6 +187,9 @@ impl Dispatcher {
             self.priced.add(pricing.due(&charge));
             outbox.charge(charge);
             outbox.acquire(id, backend, &identity.chain, held);
+            if let Some(session) = ask.session {
+                self.begin_turn(outbox, session, (user, model), backend);
+            }
             (user, advance)
         });
         self.flush_soon_for(backend);
@@ -204,6 +209,7 @@ impl Dispatcher {
             prompt,
             learnt: self.known.sent(backend, &identity.chain, decision.matched),
             prefill,
+            session: ask.session,
             cached_max: None,
             usage: None,
             form: None,
@@ -407,6 +413,7 @@ impl Attempt {
         });
         if end != AttemptEnd::NotRun {
             open.note_charged(charge);
+            open.end_turn(&self.dispatcher);
             self.dispatcher.priced.request(open.price());
         }
         if end == AttemptEnd::Finished {
@@ -546,20 +553,6 @@ impl OpenAttempt {
         let running = dispatcher.load.cluster(self.backend, now).running;
         let learnt = self.learnt(dispatcher);
         self.stopwatch.pace(learnt.as_ref(), running)
-    }
-
-    /// Returns the time that the backend usually takes to show something of the response: the first
-    /// token of a stream, or else the last one, as far as its pace was measured.
-    fn usual_time(&self, dispatcher: &Dispatcher, now: Instant) -> Duration {
-        let pace = self.pace(dispatcher, now);
-        let is_measured = self
-            .learnt(dispatcher)
-            .is_some_and(|learnt| learnt.gaps > 0);
-        let hidden = self.hidden.filter(|_| is_measured);
-        let tokens = hidden.map_or(0, |hidden| self.usual_output(dispatcher, hidden));
-        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-        pace.first_token
-            .saturating_add(pace.gap.saturating_mul(tokens))
     }
 
     /// Returns the part of `usage` that is not charged yet. If the engine reports no cached tokens,

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use state::trees::TurnUsage;
 use tokio::time::Instant;
 
 use super::{Attempt, OpenAttempt};
@@ -87,6 +88,32 @@ impl OpenAttempt {
         let stopwatch = &mut self.stopwatch;
         let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
         dispatcher.samples.add(self.backend, now, count);
+    }
+
+    /// Returns the time that the backend usually takes to show something of the response: the first
+    /// token of a stream, or else the last one, as far as its pace was measured.
+    fn usual_time(&self, dispatcher: &Dispatcher, now: Instant) -> Duration {
+        let pace = self.pace(dispatcher, now);
+        let is_measured = self
+            .learnt(dispatcher)
+            .is_some_and(|learnt| learnt.gaps > 0);
+        let hidden = self.hidden.filter(|_| is_measured);
+        let tokens = hidden.map_or(0, |hidden| self.usual_output(dispatcher, hidden));
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        pace.first_token
+            .saturating_add(pace.gap.saturating_mul(tokens))
+    }
+
+    /// Records the end of a turn of the request's session, if it has one.
+    pub(super) fn end_turn(&self, dispatcher: &Dispatcher) {
+        let Some(session) = self.session else { return };
+        let charged = &self.charged;
+        let used = TurnUsage {
+            input_uncached: charged.input_uncached,
+            input_cached: charged.input_cached,
+            output: charged.output,
+        };
+        (dispatcher.outbox).with(|outbox| dispatcher.end_turn(outbox, session, used));
     }
 
     /// Writes the outcome of the attempt to the decision's record.

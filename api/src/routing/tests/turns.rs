@@ -1,0 +1,115 @@
+//! Tests what the log learns of the turns of a session.
+
+use state::ids::{AgentSessionKey, BackendRef};
+use state::trees::{AgentSession, SessionTree};
+
+use super::*;
+use crate::sessions::NamedSession;
+
+const ROOT: NamedSession = NamedSession {
+    key: AgentSessionKey(1),
+    parent: None,
+    is_final: false,
+    source: "header:x-quorate-session",
+};
+const CHILD: NamedSession = NamedSession {
+    key: AgentSessionKey(2),
+    parent: Some(ROOT.key),
+    ..ROOT
+};
+
+impl Bench {
+    /// Runs one turn of `session` at any backend but those in the slots `excluded`, which reports
+    /// 100 prompt tokens, `cached` of them cached, and 7 output tokens.
+    fn turn(&self, session: NamedSession, excluded: &[Slot], cached: u64) -> BackendRef {
+        let identity = self.identify("What is next?");
+        let request = RoutingRequest {
+            session: Some(session),
+            ..ask(&identity, excluded)
+        };
+        let decision = self.decide_on(&request).unwrap();
+        let mut attempt = self.dispatch(&decision, &request);
+        attempt.usage(usage(100, Some(cached), 7), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
+        self.flush();
+        decision.backend
+    }
+
+    fn session(&self, session: NamedSession) -> Option<AgentSession> {
+        let log = self.port.log.lock().unwrap();
+        log.state.view().trees().session(session.key).copied()
+    }
+
+    fn tree(&self) -> Option<SessionTree> {
+        let log = self.port.log.lock().unwrap();
+        log.state.view().trees().tree(ROOT.key).copied()
+    }
+}
+
+#[test]
+fn the_log_knows_home_turns_and_usage_of_a_session() {
+    let bench = Bench::new(2);
+    let first = bench.turn(ROOT, &[], 0);
+    let begun = bench.session(ROOT).expect("it has begun");
+    assert_eq!((begun.home, begun.turns, begun.parent), (first, 1, None));
+    let second = bench.turn(ROOT, &[first.slot], 90);
+    assert_ne!(second, first);
+    let moved = bench.session(ROOT).expect("it goes on");
+    assert_eq!((moved.home, moved.turns, moved.tokens), (second, 2, 107));
+    let used = [moved.usage.input_uncached, moved.usage.input_cached];
+    assert_eq!((used, moved.usage.output), ([110, 90], 14));
+    assert_eq!(bench.charged(), [110, 90, 14]);
+}
+
+#[test]
+fn a_tree_sums_up_its_sessions_also_after_they_ended() {
+    let bench = Bench::new(1);
+    bench.turn(ROOT, &[], 0);
+    bench.turn(CHILD, &[], 50);
+    let child = bench.session(CHILD).expect("it has begun");
+    assert_eq!((child.parent, child.root), (CHILD.parent, ROOT.key));
+    let last = NamedSession {
+        is_final: true,
+        ..CHILD
+    };
+    bench.turn(last, &[], 50);
+    assert_eq!(bench.session(CHILD), None);
+    let tree = bench.tree().expect("its root goes on");
+    assert_eq!((tree.sessions, tree.turns), (1, 3));
+    assert_eq!(tree.usage.tokens(), 3 * 107);
+    bench.assert_quiet();
+}
+
+#[test]
+fn a_turn_that_ends_before_its_beginning_is_applied_counts() {
+    let bench = Bench::new(1);
+    let identity = bench.identify("What is next?");
+    let request = RoutingRequest {
+        session: Some(ROOT),
+        ..ask(&identity, &[])
+    };
+    for _ in 0..2 {
+        let decision = bench.decide_on(&request).unwrap();
+        let mut attempt = bench.dispatch(&decision, &request);
+        attempt.usage(usage(100, Some(0), 7), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
+    }
+    bench.flush();
+    assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(2));
+}
+
+#[test]
+fn a_turn_that_no_engine_ran_does_not_count() {
+    let bench = Bench::new(1);
+    let identity = bench.identify("What is next?");
+    let request = RoutingRequest {
+        session: Some(ROOT),
+        ..ask(&identity, &[])
+    };
+    let decision = bench.decide_on(&request).unwrap();
+    let attempt = bench.dispatch(&decision, &request);
+    attempt.end(AttemptEnd::NotRun, Instant::now());
+    bench.flush();
+    assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(0));
+    bench.assert_quiet();
+}
