@@ -311,7 +311,9 @@ impl Admission {
         QueuedRequest {
             ticket,
             user,
-            tree: None,
+            tree: ask
+                .session
+                .map(|it| self.view.trees().root_of(it.key, it.parent)),
             priority: candidate.priority(),
             arrived_ms: now_ms,
             input_tokens: ask.identity.tokens.saturating_sub(cached),

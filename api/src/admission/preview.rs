@@ -64,7 +64,7 @@ impl Admission {
         now: Instant,
     ) -> (AdmissionPreview, Option<AdmissionRejection>) {
         let ask = candidate.ask(&[]);
-        let over = self.check_quota(ask.user).err();
+        let over = self.check_quota(&ask).err();
         let user = ask.user.key(self.view.registry().hash_seed);
         let limits = self.limits_preview(user);
         let (prospect, waiting) = self.prospect(candidate, now);

@@ -6,11 +6,12 @@
 
 use state::admission::PendingCharges;
 use state::budgets::BudgetPeriod;
-use state::ids::UserKey;
+use state::ids::{AgentSessionKey, UserKey};
 use state::quotas::{CONCURRENT_RETRY_MS, LimitKind, LimitRejection, PendingUse, Quota};
 
 use super::{Admission, AdmissionRequest, LimitPreview};
-use crate::routing::{PermitRejection, UserName};
+use crate::routing::{PermitRejection, RoutingRequest, UserPermit, tree_holder};
+use crate::sessions::NamedSession;
 
 /// What is left of a user's rate limits and budgets. A field is `None` if there is no such limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,26 +110,29 @@ impl Admission {
         &self,
         candidate: &dyn AdmissionRequest,
     ) -> Result<(), LimitRejection> {
-        let user = candidate.ask(&[]).user;
-        let user = user.key(self.view.registry().hash_seed);
+        let ask = candidate.ask(&[]);
+        let user = ask.user.key(self.view.registry().hash_seed);
         // Nobody waits in vain for a permit.
         self.check_limits(user, None)?;
-        let Some(limit) = self.view.quota(user).limits.concurrent else {
-            return Ok(());
+        self.check_tree(user, ask.session)?;
+        let limits = self.view.quota(user).limits;
+        let of_user = match limits.concurrent {
+            Some(limit) => Some(self.permit_of(user, limit, LimitKind::Concurrent).await?),
+            None => None,
         };
-        let permit = match self.permits.take(user, limit).await {
-            Ok(permit) => permit,
-            Err(PermitRejection::Full) => {
-                return Err(LimitRejection {
-                    limit: LimitKind::Concurrent,
-                    retry_after_ms: CONCURRENT_RETRY_MS,
-                });
+        // A tree that begins runs nothing yet.
+        let tree = self.known_tree(ask.session);
+        let of_tree = match limits.concurrent_per_tree.zip(tree) {
+            Some((limit, root)) => {
+                let (holder, kind) = (tree_holder(root), LimitKind::ConcurrentPerTree);
+                Some(self.permit_of(holder, limit, kind).await?)
             }
-            Err(PermitRejection::Unconfirmed) => {
-                self.metrics.unconfirmed_permits.inc();
-                self.check_limits(user, Some(limit))?;
-                self.permits.take_unconfirmed(user)
-            }
+            None => None,
+        };
+        let permit = match (of_user, of_tree) {
+            (None, None) => return Ok(()),
+            (Some(of_user), of_tree) => of_user.and(of_tree),
+            (None, Some(of_tree)) => of_tree,
         };
         // Others have been admitted meanwhile.
         self.check_limits(user, None)?;
@@ -136,12 +140,55 @@ impl Admission {
         Ok(())
     }
 
-    /// Checks whether `user` may have one more request, by the replicated counts.
+    /// Takes one of the `limit` permits of a user or of a tree.
+    async fn permit_of(
+        &self,
+        holder: UserKey,
+        limit: u32,
+        kind: LimitKind,
+    ) -> Result<UserPermit, LimitRejection> {
+        match self.permits.take(holder, limit).await {
+            Ok(permit) => Ok(permit),
+            Err(PermitRejection::Full) => Err(LimitRejection {
+                limit: kind,
+                retry_after_ms: CONCURRENT_RETRY_MS,
+            }),
+            Err(PermitRejection::Unconfirmed) => {
+                self.metrics.unconfirmed_permits.inc();
+                if kind == LimitKind::Concurrent {
+                    self.check_limits(holder, Some(limit))?;
+                }
+                Ok(self.permits.take_unconfirmed(holder))
+            }
+        }
+    }
+
+    /// Returns the root of the tree of `session`; `None` without a session, or if the tree is not in
+    /// the state yet.
+    fn known_tree(&self, session: Option<NamedSession>) -> Option<AgentSessionKey> {
+        let trees = self.view.trees();
+        let root = session.map(|it| trees.root_of(it.key, it.parent))?;
+        trees.tree(root).map(|_| root)
+    }
+
+    /// Checks the limit on the tokens of the session's tree.
+    fn check_tree(
+        &self,
+        user: UserKey,
+        session: Option<NamedSession>,
+    ) -> Result<(), LimitRejection> {
+        let trees = self.view.trees();
+        let tree = session.and_then(|it| trees.tree(trees.root_of(it.key, it.parent)));
+        self.view.quota(user).check_tree(tree)
+    }
+
+    /// Checks whether the user may have one more request, by the replicated counts.
     ///
     /// # Errors
     /// Returns a [`LimitRejection`] for a used-up budget or a limit that the request would exceed.
-    pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
-        let user = user.key(self.view.registry().hash_seed);
+    pub(super) fn check_quota(&self, ask: &RoutingRequest<'_>) -> Result<(), LimitRejection> {
+        let user = ask.user.key(self.view.registry().hash_seed);
+        self.check_tree(user, ask.session)?;
         self.check_limits(user, self.view.quota(user).limits.concurrent)
     }
 

@@ -151,6 +151,8 @@ mod tests {
             requests: Some(5),
             tokens: Some(1 << 40),
             concurrent: Some(2),
+            concurrent_per_tree: Some(3),
+            tokens_per_tree: Some(1 << 41),
             window_ms: Some(60_000),
         };
         let budget = Budget {

@@ -33,7 +33,7 @@ async fn fleet(engines: &[&Engine], settings: AdmissionSettings) -> Fleet {
 }
 
 /// Starts a fleet whose users have these limits.
-async fn limited(engine: &Engine, limits: UserLimits) -> Fleet {
+pub(super) async fn limited(engine: &Engine, limits: UserLimits) -> Fleet {
     let fleet = fleet(&[engine], AdmissionSettings::default()).await;
     let defaults = UserDefaults {
         limits,
@@ -44,7 +44,7 @@ async fn limited(engine: &Engine, limits: UserLimits) -> Fleet {
 }
 
 /// Starts an engine that takes a permit of `gate` for each response.
-async fn gated(gate: &Arc<Semaphore>) -> Engine {
+pub(super) async fn gated(gate: &Arc<Semaphore>) -> Engine {
     let steps = vec![Step::Await(Arc::clone(gate)), json("200 OK", USAGE)];
     Engine::always(steps).await
 }
@@ -52,7 +52,7 @@ async fn gated(gate: &Arc<Semaphore>) -> Engine {
 const USAGE: &str = r#"{"usage":{"prompt_tokens":10,"completion_tokens":5}}"#;
 
 /// Returns a chat request of a user; `headers` are additional header lines.
-fn chat_of(user: &str, headers: &str) -> String {
+pub(super) fn chat_of(user: &str, headers: &str) -> String {
     chat_about("more", user, headers)
 }
 
@@ -70,7 +70,7 @@ fn waiting(fleet: &Fleet) -> usize {
 }
 
 /// Sends a request that has to wait; returns its connection once it waits.
-async fn wait(fleet: &Fleet, request: &str) -> Client {
+pub(super) async fn wait(fleet: &Fleet, request: &str) -> Client {
     let before = waiting(fleet);
     let mut client = fleet.client().await;
     client.send(request).await;
@@ -79,7 +79,7 @@ async fn wait(fleet: &Fleet, request: &str) -> Client {
 }
 
 /// Sends a request that is dispatched; returns its connection once the engine has it.
-async fn run(fleet: &Fleet, request: &str) -> Client {
+pub(super) async fn run(fleet: &Fleet, request: &str) -> Client {
     let before = fleet.running();
     let mut client = fleet.client().await;
     client.send(request).await;
@@ -97,7 +97,7 @@ fn users(engine: &Engine) -> String {
     engine.requests().iter().map(user).collect()
 }
 
-async fn all_answered(clients: Vec<Client>, status: u16) {
+pub(super) async fn all_answered(clients: Vec<Client>, status: u16) {
     for mut client in clients {
         assert_eq!(client.answer().await.status, status);
     }
@@ -242,7 +242,7 @@ async fn a_request_that_would_miss_its_deadline_is_refused_at_once() {
     assert_eq!(users(&engine), "aaaaaaa");
 }
 
-fn assert_refused(answer: &Answer, status: u16, code: &str) {
+pub(super) fn assert_refused(answer: &Answer, status: u16, code: &str) {
     answer.refuses(status, code);
     assert!(answer.header("retry-after").is_some());
 }

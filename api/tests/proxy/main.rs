@@ -44,6 +44,7 @@ mod predictions;
 mod ranks;
 mod retries;
 mod reuse;
+mod sessions;
 mod stalls;
 mod stored;
 mod tenants;

@@ -5,7 +5,8 @@
 //! is not retried. At the user's issuer, and with a permit to spare, that takes two locks; otherwise
 //! it takes one question to the issuer. Claims that come up while a question is open go together in
 //! the next one. If the limit is in use, a request waits for [`FULL_WAIT`]: another one may just have
-//! ended, and its end be on its way to the issuer.
+//! ended, and its end be on its way to the issuer. A tree of sessions with a limit takes permits like a
+//! user.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -15,7 +16,7 @@ use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use state::StateView;
-use state::ids::{ReplicaId, UserKey};
+use state::ids::{AgentSessionKey, ReplicaId, UserKey};
 use state::permits::{ClaimAnswer, ClaimMessage, PermitHolder, PermitIssuer};
 use state::shares::SILENT_MS;
 use tokio::sync::Notify;
@@ -51,9 +52,25 @@ struct PermitBooks {
     issuer: PermitIssuer,
 }
 
-/// Permit of a user for one request. Clones share it; it is returned when the last one is dropped.
+/// Permits of a user, of a tree of sessions, or of both for one request. Clones share them; they are
+/// returned when the last one is dropped.
 #[derive(Debug, Clone)]
-pub struct UserPermit(#[expect(dead_code, reason = "it is dropped, not read")] Arc<TakenPermit>);
+pub struct UserPermit {
+    #[expect(dead_code, reason = "it is dropped, not read")]
+    taken: Arc<TakenPermit>,
+    #[expect(dead_code, reason = "it is dropped, not read")]
+    and: Option<Arc<Self>>,
+}
+
+impl UserPermit {
+    /// Returns one permit for both.
+    pub(crate) fn and(self, other: Option<Self>) -> Self {
+        Self {
+            and: other.map(Arc::new),
+            ..self
+        }
+    }
+}
 
 /// Where a request keeps its permit while it may be retried. Empty for users without a limit.
 pub type PermitCell = OnceLock<UserPermit>;
@@ -96,6 +113,12 @@ impl Drop for PermitWait<'_> {
         let user = self.user;
         self.permits.change(|inner| inner.holder.end_wait(user));
     }
+}
+
+/// Returns the key under which the tree with this root takes permits, as if it were a user. Keys of
+/// users and roots are hashes of 64 bits under one seed, so they differ.
+pub(crate) fn tree_holder(root: AgentSessionKey) -> UserKey {
+    UserKey(root.0)
 }
 
 impl Permits {
@@ -168,7 +191,10 @@ impl Permits {
 
     fn permit(self: &Arc<Self>, user: UserKey) -> UserPermit {
         let permits = Arc::clone(self);
-        UserPermit(Arc::new(TakenPermit { permits, user }))
+        UserPermit {
+            taken: Arc::new(TakenPermit { permits, user }),
+            and: None,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, PermitBooks> {
@@ -211,8 +237,13 @@ impl Permits {
         }
     }
 
+    /// Returns the limit of a user, or of a tree by the key that [`tree_holder`] returns.
     fn limit(&self, user: UserKey) -> Option<u32> {
-        self.view.quota(user).limits.concurrent
+        let trees = self.view.trees();
+        match trees.tree(AgentSessionKey(user.0)) {
+            Some(tree) => self.view.quota(tree.user).limits.concurrent_per_tree,
+            None => self.view.quota(user).limits.concurrent,
+        }
     }
 
     /// Returns the answer to the question of the peer `from`; `None` if it is unreadable.

@@ -242,5 +242,6 @@ fn limits(rng: &mut Rng) -> UserLimits {
         tokens: some(500, 20_000).map(u64::from),
         concurrent: some(1, 6),
         window_ms: some(500, 5000),
+        ..UserLimits::default()
     }
 }
