@@ -323,6 +323,13 @@ impl Scheduler {
         self.requests.is_empty()
     }
 
+    /// Returns the number of tokens of this sequence's prompt that a request would find cached now.
+    #[must_use]
+    pub fn cached_tokens(&self, sequence: &Sequence) -> u32 {
+        let hit = self.pool.find(sequence.hashes(), sequence.prompt_tokens());
+        hit.tokens(&self.pool)
+    }
+
     /// Returns the number of distinct hashes of cached blocks.
     #[must_use]
     pub fn cached_hashes(&self) -> usize {

@@ -27,8 +27,8 @@ use super::policies::SimPolicy;
 use super::print;
 use super::recorded::RecordedDemand;
 use super::recorded_args::RecordedArgs;
-use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
-use crate::replay::trace::{self, TraceOptions};
+use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload};
+use crate::replay::trace::{self, LengthScale, TraceOptions};
 use crate::terminal;
 
 /// Simulate a cluster, its engines and its clients; repeatable from a seed.
@@ -214,7 +214,7 @@ impl SimulateArgs {
             workload.pin(self.replicas(recorded));
         }
         let workload = Arc::new(workload);
-        if workload.arrivals.is_empty() && !workload.is_backlogged() {
+        if workload.is_empty() {
             return Err(SimulateArgsError::new("no request to simulate"));
         }
         let base = self.plan(&workload, recorded)?;
@@ -344,13 +344,7 @@ impl SimulateArgs {
         workload: &SimWorkload,
         recorded: Option<&RecordedDemand>,
     ) -> Result<SimPlan, SimulateArgsError> {
-        let last = workload.arrivals.last().map_or(0, |sent| sent.at);
-        let horizon = self.demand.duration.map_or(last.max(1), micros);
-        let horizon = if workload.is_backlogged() {
-            self.demand.duration.map_or(60_000_000, micros)
-        } else {
-            horizon.min(last.max(1))
-        };
+        let horizon = self.horizon(workload);
         let is_shared = self.share == ShareMode::All;
         let restart = self.restart_at.map(|at| RestartPlan {
             at: micros(at),
@@ -415,6 +409,19 @@ impl SimulateArgs {
         Ok(plan)
     }
 
+    /// Returns the time until which requests arrive.
+    fn horizon(&self, workload: &SimWorkload) -> Micros {
+        let asked = self.demand.duration.map(micros);
+        if workload.is_backlogged() {
+            return asked.unwrap_or(60_000_000);
+        }
+        if !workload.turns.is_empty() {
+            return self.agents().duration;
+        }
+        let last = workload.arrivals.last().map_or(1, |sent| sent.at.max(1));
+        asked.map_or(last, |asked| asked.min(last))
+    }
+
     /// Returns admission settings that do not limit waits, so that reported times include them,
     /// unless clients have limited patience.
     fn waits(&self) -> AdmissionSettings {
@@ -444,7 +451,7 @@ impl SimulateArgs {
         let mut workload = match (self.trace.first(), self.workload) {
             (Some(path), _) => {
                 let options = TraceOptions {
-                    scale: demand.scale,
+                    scale: demand.scale.unwrap_or(LengthScale::ONE),
                     first: None,
                     users: demand.users,
                     seed: self.seed,
@@ -458,6 +465,7 @@ impl SimulateArgs {
                 SimWorkload::of_trace(&arrivals)
             }
             (None, Some(WorkloadKind::Fairness)) => return Ok(self.fairness()),
+            (None, Some(WorkloadKind::Agents)) => self.agents().generate(self.seed),
             (None, Some(kind)) => self.mix(kind).generate(self.seed),
             (None, None) => {
                 return Err(SimulateArgsError::new(
@@ -515,22 +523,33 @@ impl SimulateArgs {
                 .zip(demand.rates.iter().cycle())
                 .map(user)
                 .collect(),
-            name: String::new(),
-            arrivals: Vec::new(),
             shape: LengthRange {
                 input: demand.input_tokens.unwrap_or(shape.input),
                 output: demand.output_tokens.unwrap_or(shape.output),
             },
-            warm: Vec::new(),
+            ..SimWorkload::default()
         };
         self.dress(&mut workload);
         workload
     }
 
+    fn agents(&self) -> AgentLoad {
+        let (demand, load) = (&self.demand, AgentLoad::default());
+        AgentLoad {
+            rate: demand.rate.unwrap_or(load.rate),
+            duration: demand.duration.map_or(load.duration, micros),
+            requests: demand.requests.unwrap_or(load.requests),
+            users: demand.users,
+            scale: demand.scale.unwrap_or(load.scale),
+        }
+    }
+
     fn mix(&self, kind: WorkloadKind) -> Mix {
         let demand = &self.demand;
         let mix = match kind {
-            WorkloadKind::SharedPrefix | WorkloadKind::Fairness => Mix::shared_prefix(),
+            WorkloadKind::SharedPrefix | WorkloadKind::Fairness | WorkloadKind::Agents => {
+                Mix::shared_prefix()
+            }
             WorkloadKind::OneHot => Mix::one_hot(),
             WorkloadKind::Templated => Mix::templated(),
             WorkloadKind::Volatile => Mix::volatile(),

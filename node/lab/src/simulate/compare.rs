@@ -88,7 +88,7 @@ impl ComparisonCase {
         let horizon = self.plan.horizon.max(1);
         let part = |now: Micros| (now.min(horizon) * PROGRESS_PARTS) / horizon;
         let outcome = SimWorld::new(&self.plan, &self.workload).run(|now| progress(part(now)));
-        let ideal = IdealBounds::of(&self.plan, &outcome.asked);
+        let ideal = IdealBounds::of(&self.plan, &self.workload.warm, &outcome.asked);
         RunReport::of(&self.plan, &self.workload, outcome, ideal)
     }
 }

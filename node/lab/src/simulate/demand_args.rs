@@ -20,9 +20,10 @@ pub(super) struct DemandArgs {
     /// Maximum number of requests [default: no limit]
     #[arg(long, value_name = "N")]
     pub(super) requests: Option<u64>,
-    /// Multiply the lengths in a trace by this fraction, such as 1/16
-    #[arg(long, value_name = "FRACTION", default_value = "1")]
-    pub(super) scale: LengthScale,
+    /// Multiply the lengths in a trace or of `agents` by this fraction, such as 1/16 [default: 1 for
+    /// a trace, 1/16 for `agents`]
+    #[arg(long, value_name = "FRACTION")]
+    pub(super) scale: Option<LengthScale>,
     /// Number of users
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub(super) users: u32,
@@ -70,4 +71,6 @@ pub(super) enum WorkloadKind {
     Burst,
     /// Users who always have requests waiting
     Fairness,
+    /// Sessions of agents: growing prompts, pauses, bursts of sub-agents
+    Agents,
 }

@@ -126,6 +126,15 @@ impl SimEngine {
         }
     }
 
+    /// Returns the number of tokens of the prompt that this engine has cached.
+    #[must_use]
+    pub fn cached_tokens(&self, prompt: &SimPrompt) -> u32 {
+        match &self.model {
+            EngineTiming::Continuous { scheduler, .. } => scheduler.cached_tokens(&prompt.sequence),
+            EngineTiming::Static { .. } => 0,
+        }
+    }
+
     /// Puts the prompt's blocks into the cache of this engine, which must be idle.
     pub fn hold(&mut self, prompt: &SimPrompt) {
         self.submit_fetched(usize::MAX, prompt, 1);

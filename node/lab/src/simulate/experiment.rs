@@ -71,10 +71,8 @@ fn backlogged(weights: &[u32]) -> SimWorkload {
     };
     SimWorkload {
         users: (0..8).map(user).collect(),
-        name: String::new(),
-        arrivals: Vec::new(),
         shape: LengthRange::default(),
-        warm: Vec::new(),
+        ..SimWorkload::default()
     }
 }
 
@@ -300,13 +298,11 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
     };
     let workload = Arc::new(SimWorkload {
         users: vec![user],
-        name: String::new(),
-        arrivals: Vec::new(),
         shape: LengthRange {
             input: (32, 64),
             output: OUTPUT,
         },
-        warm: Vec::new(),
+        ..SimWorkload::default()
     });
     let case = |bins: u16, oracle: bool| {
         let known = if oracle { "known" } else { "predicted" };

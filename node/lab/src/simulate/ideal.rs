@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::plan::{EngineModel, SimPlan};
-use super::workload::SimPrompt;
+use super::workload::{SimPrompt, WarmPrefix};
 use crate::engine::cache::{BlockPool, HeldBlocks};
 
 /// Ideal hit rate and time to first token of a workload.
@@ -21,10 +21,14 @@ pub struct IdealBounds {
 }
 
 impl IdealBounds {
-    /// Computes the bounds for `asked`, prompts and output tokens in arrival order; `None` for
-    /// engines without a prefix cache.
+    /// Computes the bounds for `asked`, prompts and output tokens in arrival order, with what is
+    /// cached at the start; `None` for engines without a prefix cache.
     #[must_use]
-    pub fn of(plan: &SimPlan, asked: &[(Arc<SimPrompt>, u32)]) -> Option<Self> {
+    pub fn of(
+        plan: &SimPlan,
+        warm: &[WarmPrefix],
+        asked: &[(Arc<SimPrompt>, u32)],
+    ) -> Option<Self> {
         let EngineModel::Continuous(shape) = plan.engine else {
             return None;
         };
@@ -32,13 +36,11 @@ impl IdealBounds {
             .num_gpu_blocks
             .saturating_mul(u32::from(plan.backends));
         let mut pool = BlockPool::new(blocks, shape.block_size);
-        let (mut prompt_tokens, mut hit_tokens) = (0_u64, 0_u64);
-        for (prompt, output_tokens) in asked {
+        let mut serve = |prompt: &SimPrompt, output_tokens: u32| {
             let mut sequence = prompt.sequence.clone();
             let hit = pool.find(sequence.hashes(), prompt.tokens);
-            prompt_tokens += u64::from(prompt.tokens);
-            hit_tokens += u64::from(hit.tokens(&pool));
-            for _ in 0..*output_tokens {
+            let hit_tokens = u64::from(hit.tokens(&pool));
+            for _ in 0..output_tokens {
                 sequence.push_token();
             }
             let mut held = HeldBlocks::default();
@@ -47,6 +49,15 @@ impl IdealBounds {
                 pool.release(&mut held);
             }
             drop(pool.take_events());
+            hit_tokens
+        };
+        for prefix in warm {
+            serve(&prefix.prompt, 0);
+        }
+        let (mut prompt_tokens, mut hit_tokens) = (0_u64, 0_u64);
+        for (prompt, output_tokens) in asked {
+            prompt_tokens += u64::from(prompt.tokens);
+            hit_tokens += serve(prompt, *output_tokens);
         }
         let uncached = prompt_tokens - hit_tokens;
         let seconds = uncached as f64 / f64::from(shape.prefill_tokens_per_s);

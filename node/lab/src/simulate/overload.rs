@@ -127,10 +127,8 @@ fn always_waiting() -> SimWorkload {
     }
     SimWorkload {
         users,
-        name: String::new(),
-        arrivals: Vec::new(),
         shape: LENGTHS,
-        warm: Vec::new(),
+        ..SimWorkload::default()
     }
 }
 

@@ -17,6 +17,9 @@ pub fn tables(comparison: &SimComparison) -> String {
         return ended(comparison, parts);
     }
     parts.push(format!("\n{}", routing(comparison)));
+    if comparison.runs.iter().any(|run| run.agents.is_some()) {
+        parts.push(format!("\n{}", agents(comparison)));
+    }
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
         parts.push(format!("\n{}", fairness(comparison)));
     }
@@ -110,6 +113,31 @@ fn routing(comparison: &SimComparison) -> FittedTable {
             format!("{:.1}", run.load_spread),
             format!("{:.2}", run.busiest_share),
             format!("{:.0}", run.log_bytes_per_request),
+        ]);
+    }
+    table
+}
+
+fn agents(comparison: &SimComparison) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("run"),
+        column("turns").number().rank(1),
+        column("at longest prefix %").number(),
+        column("missed elsewhere %").number(),
+        column("sub-agents").number().rank(1),
+        column("at parent's prefix %").number(),
+    ]);
+    for run in &comparison.runs {
+        let Some(agents) = &run.agents else {
+            continue;
+        };
+        table.add_row([
+            run.label.clone(),
+            agents.turns.to_string(),
+            format!("{:.1}", 100.0 * agents.at_longest_prefix),
+            format!("{:.1}", 100.0 * agents.missed_elsewhere),
+            agents.children.to_string(),
+            format!("{:.1}", 100.0 * agents.at_parents_prefix),
         ]);
     }
     table

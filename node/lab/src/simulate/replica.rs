@@ -36,6 +36,8 @@ use crate::engine::text::{TOKEN_BYTES, words};
 
 /// Header with the session of a request, for policies that use it.
 const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
+/// Header with the session that started that of a request.
+const PARENT: HeaderName = HeaderName::from_static("x-quorate-parent-session");
 
 /// Settings shared by all replicas of a run.
 #[derive(Debug, Clone, Copy)]
@@ -76,7 +78,7 @@ pub struct SimReplica {
     written: Option<RefCell<ReferenceRouter>>,
 }
 
-/// A user who sends requests, with the headers of a session.
+/// A user or session that sends requests, with the headers of the session.
 pub struct SimSender {
     name: UserName,
     headers: HeaderMap,
@@ -146,12 +148,15 @@ impl InFlight {
 }
 
 impl SimSender {
-    /// Creates the sender with the name `name` for the user with the number `number`.
+    /// Creates the sender of the session with the number `session`, which belongs to the user with
+    /// the name `name` and was started by the session `parent`, if any.
     #[must_use]
-    pub fn new(name: &str, number: usize) -> Self {
+    pub fn new(name: &str, session: usize, parent: Option<usize>) -> Self {
+        let parent = parent.map(|parent| (PARENT, HeaderValue::from(parent)));
+        let headers = [(SESSION, HeaderValue::from(session))];
         Self {
             name: UserName::bounded(name),
-            headers: HeaderMap::from_iter([(SESSION, HeaderValue::from(number))]),
+            headers: headers.into_iter().chain(parent).collect(),
         }
     }
 }

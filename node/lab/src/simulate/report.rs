@@ -145,8 +145,28 @@ pub struct RunReport {
     pub events: u64,
     /// Descriptions of inconsistencies; empty in a correct run.
     pub faults: Vec<String>,
+    /// Where turns of agents were sent; `None` for other loads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agents: Option<AgentFigures>,
     /// Data of the plots.
     pub curves: RunCurves,
+}
+
+/// Where turns of agents were sent.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct AgentFigures {
+    /// Number of turns.
+    pub turns: u64,
+    /// Share of the turns that were sent to an engine with their longest cached prefix, of those
+    /// with a block in some cache.
+    pub at_longest_prefix: f64,
+    /// Share of the prompt tokens that another engine had cached and the chosen one had not.
+    pub missed_elsewhere: f64,
+    /// Number of first turns of sub-agents.
+    pub children: u64,
+    /// Share of these that were sent to the engine of their parent's last turn, while it had all
+    /// that their prompts share.
+    pub at_parents_prefix: f64,
 }
 
 /// Curves and distributions of a run, for plots.
@@ -242,10 +262,24 @@ impl RunReport {
             digest: format!("{digest:032x}"),
             events: outcome.events,
             faults: outcome.faults,
+            agents: AgentFigures::of(&tally),
             curves: RunCurves::of(&tally, names().collect()),
             by_backend: tally.by_backend,
             ttft_ms,
         }
+    }
+}
+
+impl AgentFigures {
+    fn of(tally: &SimTally) -> Option<Self> {
+        let agents = tally.agents;
+        (agents.turns > 0).then(|| Self {
+            turns: agents.turns,
+            at_longest_prefix: ratio(agents.at_longest, agents.with_prefix),
+            missed_elsewhere: ratio(agents.missed_tokens, tally.prompt_tokens),
+            children: agents.children,
+            at_parents_prefix: ratio(agents.at_parent, agents.children),
+        })
     }
 }
 

@@ -32,6 +32,8 @@ pub struct SimTally {
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
+    /// Where turns of agents were sent.
+    pub agents: AgentTally,
     /// Time to first token of each request, in the order of the first tokens.
     pub ttft: Vec<Micros>,
     /// Time from arrival to end of each completed request.
@@ -72,6 +74,25 @@ pub struct SimTally {
     pub log_entries: u64,
     /// Time at which the last request ended.
     pub last_end: Micros,
+}
+
+/// Where turns of agents were sent, by what engines had cached at that moment. Turns that a restart
+/// cut off count again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AgentTally {
+    /// Number of turns.
+    pub turns: u64,
+    /// Number of turns of whose prompt some engine had at least one block.
+    pub with_prefix: u64,
+    /// Number of these that were sent to an engine with the longest prefix.
+    pub at_longest: u64,
+    /// Number of tokens by which the longest prefix exceeded that at the chosen engine.
+    pub missed_tokens: u64,
+    /// Number of first turns of sub-agents.
+    pub children: u64,
+    /// Number of these that were sent to the engine of their parent's last turn, while it had all
+    /// that their prompts share.
+    pub at_parent: u64,
 }
 
 /// Figures at equal intervals of time, one entry per interval or point.

@@ -11,7 +11,7 @@ use super::experiment::share_after_pause;
 use super::plan::{ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan};
 use super::policies::SimPolicy;
 use super::report::RunReport;
-use super::workload::{LengthRange, Mix, SimUser, SimWorkload, WarmPrefix};
+use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload, WarmPrefix};
 
 const SECOND: u64 = 1_000_000;
 
@@ -202,13 +202,11 @@ fn backlogged(pinned: bool) -> SimWorkload {
     };
     let mut workload = SimWorkload {
         users: (1..=4).map(user).collect(),
-        name: String::new(),
-        arrivals: Vec::new(),
         shape: LengthRange {
             input: (32, 64),
             output: (16, 48),
         },
-        warm: Vec::new(),
+        ..SimWorkload::default()
     };
     if pinned {
         workload.pin(3);
@@ -455,4 +453,77 @@ fn disaggregated_requests_leave_nothing_after_disconnects() {
     let run = case.run(|_| {});
     assert_eq!(run.faults, Vec::<String>::new());
     assert!(run.departures > 0 && run.resent > 0);
+}
+
+/// Returns a short load of agents, and eight engines that hold only some of their sessions.
+fn agents() -> (SimPlan, SimWorkload) {
+    let workload = AgentLoad {
+        rate: 10.0,
+        duration: 20 * SECOND,
+        ..AgentLoad::default()
+    };
+    let mut plan = SimPlan {
+        backends: 8,
+        horizon: 20 * SECOND,
+        ..SimPlan::default()
+    };
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.num_gpu_blocks = 2048;
+    }
+    (plan, workload.generate(3))
+}
+
+#[test]
+fn agents_send_every_turn_once_under_every_policy() {
+    let (plan, workload) = agents();
+    let mut at_longest = Vec::new();
+    for policy in ["cost", "session", "random"] {
+        let policy = SimPolicy::parse(policy).unwrap();
+        let plan = SimPlan {
+            policy: policy.config,
+            ..plan.clone()
+        };
+        let run = run(&plan, &workload);
+        assert_eq!(run.requests, workload.turns.len() as u64);
+        let outputs: u64 = workload
+            .turns
+            .iter()
+            .map(|it| u64::from(it.output_tokens))
+            .sum();
+        assert_eq!((run.ok, run.output_tokens), (run.requests, outputs));
+        let agents = run.agents.unwrap();
+        let children = workload
+            .turns
+            .iter()
+            .filter(|it| it.shared_tokens.is_some());
+        let sent = (agents.turns, agents.children);
+        assert_eq!(sent, (run.requests, children.count() as u64));
+        at_longest.push(agents.at_longest_prefix);
+    }
+    let [cost, session, random] = at_longest[..] else {
+        panic!("{at_longest:?}");
+    };
+    assert!(
+        cost > 0.8 && session > 0.5 && random < 0.4,
+        "{at_longest:?}"
+    );
+}
+
+#[test]
+fn agents_go_on_after_a_restart() {
+    let (plan, workload) = agents();
+    let plan = SimPlan {
+        restart: Some(RestartPlan {
+            at: 10 * SECOND,
+            who: RestartScope::All,
+            wipe: false,
+        }),
+        ..plan
+    };
+    let run = run(&plan, &workload);
+    assert!(run.resent > 0);
+    assert_eq!(run.ok, workload.turns.len() as u64);
+    let agents = run.agents.unwrap();
+    assert_eq!(agents.turns, run.requests + run.resent);
+    assert!(agents.at_longest_prefix > 0.8, "{agents:?}");
 }

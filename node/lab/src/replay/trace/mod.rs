@@ -93,8 +93,14 @@ impl LengthScale {
         denominator: 1,
     };
 
+    /// The scale of most runs on recorded prompts: a sixteenth.
+    pub const SIXTEENTH: Self = Self {
+        numerator: 1,
+        denominator: 16,
+    };
+
     /// Scales a length, rounded up so that no length becomes 0.
-    fn apply(self, tokens: u32) -> u32 {
+    pub(crate) fn apply(self, tokens: u32) -> u32 {
         let scaled = u64::from(tokens) * u64::from(self.numerator);
         u32::try_from(scaled.div_ceil(u64::from(self.denominator))).unwrap_or(u32::MAX)
     }

@@ -2,8 +2,13 @@
 //!
 //! A workload is generated once per seed and shared by all runs of a comparison, so that every
 //! policy gets the same requests. Requests arrive at given times ([`SimWorkload::arrivals`]), or a
-//! user keeps so many requests open that some always wait ([`SimUser::backlog`]).
+//! user keeps so many requests open that some always wait ([`SimUser::backlog`]), or they follow the
+//! answers to others ([`SimWorkload::turns`]).
 
+#[cfg(test)]
+mod agent_tests;
+mod agent_text;
+mod agents;
 mod mix;
 #[cfg(test)]
 mod tests;
@@ -21,6 +26,7 @@ use crate::replay::text::passage;
 use crate::replay::trace::Arrival;
 use crate::rng::Rng;
 
+pub use agents::AgentLoad;
 pub use mix::Mix;
 
 /// Seed of the block and user hashes of all simulated clusters.
@@ -37,6 +43,10 @@ pub struct SimWorkload {
     pub users: Vec<SimUser>,
     /// Requests with given arrival times, in ascending order of time.
     pub arrivals: Vec<SimArrival>,
+    /// Sessions of agents, to which `turns` belong.
+    pub sessions: Vec<SimSession>,
+    /// Requests that are sent after the answers to others.
+    pub turns: Vec<SimTurn>,
     /// Ranges of lengths for the requests of users with a backlog.
     pub shape: LengthRange,
     /// What the engines have cached at the start.
@@ -72,6 +82,34 @@ pub struct SimArrival {
     pub output_tokens: u32,
     /// Replica that receives the request, from 0, unless its user is pinned; `None` for any.
     pub replica: Option<u8>,
+}
+
+/// A session of an agent or sub-agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SimSession {
+    /// Index of the session's user in [`SimWorkload::users`].
+    pub user: usize,
+    /// Index of the session that started this one in [`SimWorkload::sessions`]; `None` unless it
+    /// is a sub-agent.
+    pub parent: Option<usize>,
+}
+
+/// A request of a session, which is sent after the answers to others.
+#[derive(Debug, Clone)]
+pub struct SimTurn {
+    /// Index of the request's session in [`SimWorkload::sessions`].
+    pub session: usize,
+    /// Indices in [`SimWorkload::turns`] of the turns that must have ended before this one is sent.
+    pub after: Vec<usize>,
+    /// Time from the last of these ends, or from the start of the run if there are none.
+    pub pause: Micros,
+    /// Number of leading tokens of the prompt that a sub-agent's first turn has in common with its
+    /// parent's prompt and answer; `None` for other turns.
+    pub shared_tokens: Option<u32>,
+    /// Prompt of the request.
+    pub prompt: Arc<SimPrompt>,
+    /// Number of output tokens.
+    pub output_tokens: u32,
 }
 
 /// Blocks that an engine has cached at the start of the run.
@@ -247,6 +285,12 @@ impl SimWorkload {
     pub fn rate(&self) -> f64 {
         let last = self.arrivals.last().map_or(1, |sent| sent.at.max(1));
         self.arrivals.len() as f64 * 1e6 / last as f64
+    }
+
+    /// Returns whether there is no request.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.arrivals.is_empty() && self.turns.is_empty() && !self.is_backlogged()
     }
 
     /// Returns whether some user keeps a backlog.

@@ -7,6 +7,7 @@ mod clients;
 mod gossip;
 mod restart;
 mod serve;
+mod turns;
 mod warm;
 
 use std::sync::Arc;
@@ -28,6 +29,7 @@ use super::sim_queue::SimQueue;
 use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
 use crate::rng::Rng;
+use turns::TurnProgress;
 
 /// Divisor of the horizon that yields the warm-up time before services are compared.
 const WARM_UP: Micros = 10;
@@ -37,6 +39,8 @@ const WARM_UP: Micros = 10;
 enum SimEvent {
     /// The next request of [`SimWorkload::arrivals`] arrives.
     Arrive,
+    /// The turn with this index in [`SimWorkload::turns`] is sent.
+    Turn(usize),
     /// A client's patience ends. Applies only while the request is in the try `tries`.
     Leave { request: usize, tries: u32 },
     /// A client sends a request again.
@@ -83,6 +87,10 @@ enum SimEvent {
 /// State of a request, from arrival to end.
 struct RequestState {
     user: usize,
+    /// Index of the request's sender.
+    sender: usize,
+    /// Index of the request in [`SimWorkload::turns`], if it is one of them.
+    turn: Option<usize>,
     prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
@@ -178,7 +186,9 @@ pub struct SimWorld<'a> {
     plan: &'a SimPlan,
     workload: &'a SimWorkload,
     keys: Vec<UserKey>,
+    /// Senders: first the users, then the sessions of agents.
     senders: Vec<SimSender>,
+    turns: TurnProgress,
     now: Micros,
     events: EventQueue<SimEvent>,
     engines: Vec<SimEngine>,
@@ -232,10 +242,10 @@ impl<'a> SimWorld<'a> {
         let mut engines: Vec<SimEngine> = engines.collect();
         warm::fill(&mut engines, &workload.warm);
         let names = || workload.users.iter().map(|user| user.name.as_str());
-        let sender = |(number, name): (usize, &str)| SimSender::new(name, number);
         Self {
             keys: names().map(|name| user_key(HASH_SEED, name)).collect(),
-            senders: names().enumerate().map(sender).collect(),
+            senders: turns::senders(workload),
+            turns: TurnProgress::new(workload),
             now: 0,
             events: EventQueue::default(),
             probed: vec![ProbedFigures::default(); engines.len()],
@@ -292,6 +302,7 @@ impl<'a> SimWorld<'a> {
                 }
             }
         }
+        self.begin_turns();
         if let Some(restart) = self.plan.restart {
             self.events.plan(restart.at, SimEvent::Restart);
         }
@@ -306,6 +317,7 @@ impl<'a> SimWorld<'a> {
         match event {
             SimEvent::Arrive => self.arrive_next(),
             SimEvent::Return(user) => self.come_back(user),
+            SimEvent::Turn(turn) => self.send_turn(turn),
             SimEvent::Leave { request, tries } => self.leave(request, tries),
             SimEvent::Again(request) => self.try_again(request),
             SimEvent::Step(engine) => self.step_over(engine),
@@ -337,6 +349,7 @@ impl<'a> SimWorld<'a> {
     fn is_going_on(&self) -> bool {
         self.open > 0
             || self.next_arrival < self.workload.arrivals.len()
+            || self.turns.is_going_on()
             || (self.now < self.plan.horizon && self.workload.is_backlogged())
     }
 

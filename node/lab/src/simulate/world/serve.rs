@@ -23,7 +23,10 @@ impl SimWorld<'_> {
             self.events.plan(next.at, SimEvent::Arrive);
         }
         let prompt = Arc::clone(&sent.prompt);
-        self.arrive(sent.user, prompt, sent.output_tokens, sent.replica);
+        let (output_tokens, replica) = (sent.output_tokens, sent.replica);
+        let request = self.arrive((sent.user, sent.user), prompt, output_tokens);
+        self.requests[request].pinned = replica;
+        self.admit(request);
     }
 
     /// Sends the backlog of a user, who starts or returns. The requests arrive over about a second,
@@ -45,27 +48,29 @@ impl SimWorld<'_> {
         if is_due {
             let rng = &mut self.rngs[user];
             let (prompt, output_tokens) = self.workload.shape.draw_request(rng);
-            self.arrive(user, prompt, output_tokens, None);
+            let request = self.arrive((user, user), prompt, output_tokens);
+            self.admit(request);
         }
         is_due
     }
 
-    fn arrive(
+    /// Adds a request of a user and sender, given by their indices. Returns the request's number.
+    pub(super) fn arrive(
         &mut self,
-        user: usize,
+        (user, sender): (usize, usize),
         prompt: Arc<SimPrompt>,
         output_tokens: u32,
-        pinned: Option<u8>,
-    ) {
+    ) -> usize {
         self.tally.arrived += 1;
         self.open += 1;
         self.open_by_user[user] += 1;
         let request = self.requests.len();
         let priced = self.tally.service.price(prompt.tokens, output_tokens);
         self.tally.largest_priced = self.tally.largest_priced.max(priced);
-        let is_too_large = !self.engines[0].fits(prompt.tokens.saturating_add(output_tokens));
         self.requests.push(RequestState {
             user,
+            sender,
+            turn: None,
             output_tokens,
             arrived: self.now,
             replica: 0,
@@ -73,17 +78,24 @@ impl SimWorld<'_> {
             stage: RequestStage::Waiting,
             has_first_token: false,
             first_token: 0,
-            pinned,
+            pinned: None,
             tries: 0,
             ticket: Ticket::default(),
             computed: 0,
             served_output: 0,
             prompt,
         });
-        if is_too_large {
-            self.refuse(request);
-        } else {
+        request
+    }
+
+    /// Delivers a new request to a replica, or refuses it if no engine could ever serve it.
+    pub(super) fn admit(&mut self, request: usize) {
+        let asked = &self.requests[request];
+        let tokens = asked.prompt.tokens.saturating_add(asked.output_tokens);
+        if self.engines[0].fits(tokens) {
             self.enter(request);
+        } else {
+            self.refuse(request);
         }
     }
 
@@ -134,7 +146,8 @@ impl SimWorld<'_> {
             }
             Err(QueueRejection::Full) => return self.turn_away(request, drain_ms),
         }
-        let payer = self.places[place].replica.begin_wait(&self.senders[user]);
+        let sender = &self.senders[self.requests[request].sender];
+        let payer = self.places[place].replica.begin_wait(sender);
         debug_assert_eq!(payer, self.keys[user], "few users are charged");
         self.tally.service.waits(user);
         self.changed(place);
@@ -145,7 +158,7 @@ impl SimWorld<'_> {
     fn guest(&self, place: usize, request: usize) -> WaitingRequest {
         let asked = &self.requests[request];
         let replica = &self.places[place].replica;
-        let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
+        let ask = replica.request(request, &asked.prompt, &self.senders[asked.sender]);
         let matched_blocks = replica.best_match(&ask);
         let cached = matched_blocks * self.plan.block_tokens;
         WaitingRequest {
@@ -256,7 +269,7 @@ impl SimWorld<'_> {
     ) -> usize {
         let asked = &mut self.requests[request];
         let replica = &self.places[place].replica;
-        let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
+        let ask = replica.request(request, &asked.prompt, &self.senders[asked.sender]);
         let decision = replica
             .decide(&ask, only, self.now)
             .expect("room was there a moment ago");
@@ -276,6 +289,8 @@ impl SimWorld<'_> {
             Some(computing) => (computing, 1),
             None => (usize::from(decision.backend.slot.0), asked.output_tokens),
         };
+        self.reaches(request, engine);
+        let asked = &mut self.requests[request];
         self.engines[engine].submit(request, &asked.prompt, output_tokens);
         asked.stage = RequestStage::Running(Box::new(flight));
         self.changed(place);
@@ -382,5 +397,8 @@ impl SimWorld<'_> {
     pub(super) fn close(&mut self, request: usize) {
         self.open -= 1;
         self.open_by_user[self.requests[request].user] -= 1;
+        if let Some(turn) = self.requests[request].turn {
+            self.end_turn(turn);
+        }
     }
 }

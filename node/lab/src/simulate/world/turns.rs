@@ -1,0 +1,122 @@
+//! Turns of agents: when each is sent, and whether it reaches the engine that holds its prefix.
+
+use std::sync::Arc;
+
+use super::{SimEvent, SimWorld};
+use crate::simulate::replica::SimSender;
+use crate::simulate::workload::SimWorkload;
+
+/// Progress of all sessions of agents.
+pub(super) struct TurnProgress {
+    /// For each turn, the number of turns that have to end before it is sent.
+    awaited: Vec<usize>,
+    /// For each turn, the turns that await its end.
+    followers: Vec<Vec<usize>>,
+    /// For each session, the engine of its last turn.
+    engines: Vec<Option<usize>>,
+    /// Number of turns that were not sent yet.
+    left: usize,
+}
+
+impl TurnProgress {
+    /// Returns the progress before the first turn.
+    pub(super) fn new(workload: &SimWorkload) -> Self {
+        let turns = &workload.turns;
+        let mut followers = vec![Vec::new(); turns.len()];
+        for (number, turn) in turns.iter().enumerate() {
+            for before in &turn.after {
+                followers[*before].push(number);
+            }
+        }
+        Self {
+            awaited: turns.iter().map(|turn| turn.after.len()).collect(),
+            followers,
+            engines: vec![None; workload.sessions.len()],
+            left: turns.len(),
+        }
+    }
+
+    /// Returns whether turns are still to be sent.
+    pub(super) fn is_going_on(&self) -> bool {
+        self.left > 0
+    }
+}
+
+/// Returns the senders of all requests: users, who are sessions of their own, and sessions of agents.
+pub(super) fn senders(workload: &SimWorkload) -> Vec<SimSender> {
+    let names: Vec<&str> = workload
+        .users
+        .iter()
+        .map(|user| user.name.as_str())
+        .collect();
+    let users = names.iter().enumerate();
+    let users = users.map(|(number, name)| SimSender::new(name, number, None));
+    let sessions = workload
+        .sessions
+        .iter()
+        .enumerate()
+        .map(|(number, session)| {
+            let parent = session.parent.map(|parent| names.len() + parent);
+            SimSender::new(names[session.user], names.len() + number, parent)
+        });
+    users.chain(sessions).collect()
+}
+
+impl SimWorld<'_> {
+    /// Plans the turns that await no other.
+    pub(super) fn begin_turns(&mut self) {
+        for (number, turn) in self.workload.turns.iter().enumerate() {
+            if turn.after.is_empty() {
+                self.events.plan(turn.pause, SimEvent::Turn(number));
+            }
+        }
+    }
+
+    pub(super) fn send_turn(&mut self, number: usize) {
+        let turn = &self.workload.turns[number];
+        let user = self.workload.sessions[turn.session].user;
+        let sender = self.workload.users.len() + turn.session;
+        self.turns.left -= 1;
+        let request = self.arrive((user, sender), Arc::clone(&turn.prompt), turn.output_tokens);
+        self.requests[request].turn = Some(number);
+        self.admit(request);
+    }
+
+    /// Plans the turns that awaited only the end of this one.
+    pub(super) fn end_turn(&mut self, number: usize) {
+        for follower in &self.turns.followers[number] {
+            let awaited = &mut self.turns.awaited[*follower];
+            *awaited -= 1;
+            if *awaited == 0 {
+                let pause = self.workload.turns[*follower].pause;
+                self.events
+                    .plan(self.now + pause, SimEvent::Turn(*follower));
+            }
+        }
+    }
+
+    /// Records that a request is about to be sent to `engine`, if it is a turn of an agent.
+    pub(super) fn reaches(&mut self, request: usize, engine: usize) {
+        let Some(turn) = self.requests[request].turn else {
+            return;
+        };
+        let turn = &self.workload.turns[turn];
+        let session = self.workload.sessions[turn.session];
+        let held = |engine: &super::SimEngine| engine.cached_tokens(&turn.prompt);
+        let here = held(&self.engines[engine]);
+        let longest = self.engines.iter().map(held).max().unwrap_or(0);
+        let agents = &mut self.tally.agents;
+        agents.turns += 1;
+        agents.with_prefix += u64::from(longest > 0);
+        agents.at_longest += u64::from(longest > 0 && here == longest);
+        agents.missed_tokens += u64::from(longest - here);
+        if let (Some(parent), Some(shared)) = (session.parent, turn.shared_tokens) {
+            let is_at_parent = self.turns.engines[parent] == Some(engine);
+            // A block that has the end of the common text is the sub-agent's own.
+            let block = self.plan.block_tokens;
+            agents.children += 1;
+            agents.at_parent += u64::from(is_at_parent && here / block >= shared / block);
+        }
+        self.turns.engines[turn.session] = Some(engine);
+    }
+}
