@@ -17,10 +17,13 @@ use api::routing::{
     LoadTable, OutboxSettings, PrefillAttempt, RequestStages, Router, RouterParts,
     RoutingRejection, RoutingRequest, SelectSettings, SharedOutbox, Usage, UserName,
 };
+use api::sessions::{NamedSession, SessionRules};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use state::admission::{Counters, PendingCharges, Pricing, UserFigures};
 use state::command::{Command, Committed, Envelope, Lane, Origin, Reply};
-use state::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey};
+use state::ids::{
+    AgentSessionKey, BackendRef, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey,
+};
 use state::policy::PairSettings;
 use state::prefix::model_key;
 use state::ratios::TokenRatio;
@@ -82,6 +85,7 @@ pub struct SimReplica {
 pub struct SimSender {
     name: UserName,
     headers: HeaderMap,
+    session: Option<NamedSession>,
 }
 
 /// A request as input of a decision.
@@ -148,16 +152,34 @@ impl InFlight {
 }
 
 impl SimSender {
+    /// Creates the sender with the name `name` for the user with the number `number`. Its requests
+    /// are no turns of sessions; the policy `session` alone takes them for those of one.
+    #[must_use]
+    pub fn user(name: &str, number: usize) -> Self {
+        Self {
+            name: UserName::bounded(name),
+            headers: HeaderMap::from_iter([(SESSION, HeaderValue::from(number))]),
+            session: None,
+        }
+    }
+
     /// Creates the sender of the session with the number `session`, which belongs to the user with
     /// the name `name` and was started by the session `parent`, if any.
     #[must_use]
-    pub fn new(name: &str, session: usize, parent: Option<usize>) -> Self {
+    pub fn agent(name: &str, session: usize, parent: Option<usize>) -> Self {
         let parent = parent.map(|parent| (PARENT, HeaderValue::from(parent)));
-        let headers = [(SESSION, HeaderValue::from(session))];
-        Self {
-            name: UserName::bounded(name),
-            headers: headers.into_iter().chain(parent).collect(),
-        }
+        let mut sender = Self::user(name, session);
+        sender.headers.extend(parent);
+        let names = SessionRules::default().names(&sender.headers, None, |_| {});
+        let user = sender.name.key(HASH_SEED);
+        sender.session = names.map(|names| names.hashed(HASH_SEED, user));
+        sender
+    }
+
+    /// Returns the root of the tree of the sender's session, as `view` shows it.
+    fn tree(&self, view: &StateView) -> Option<AgentSessionKey> {
+        let session = self.session?;
+        Some(view.trees().root_of(session.key, session.parent))
     }
 }
 
@@ -168,7 +190,7 @@ impl SimRequest<'_> {
             identity: &self.identity,
             request_id: &self.id,
             user: &self.sender.name,
-            session: None,
+            session: self.sender.session,
             headers: Some(&self.sender.headers),
             policy: None,
             labels: &[],
@@ -460,6 +482,12 @@ impl SimReplica {
     #[must_use]
     pub fn running_at(&self, backend: BackendRef, now: Micros) -> u32 {
         self.load().cluster(backend, self.clock.at(now)).running
+    }
+
+    /// Returns the root of the tree to which a request of `sender` belongs, if it is a turn.
+    #[must_use]
+    pub fn tree(&self, sender: &SimSender) -> Option<AgentSessionKey> {
+        sender.tree(&self.view)
     }
 
     /// Returns the longest match of a prompt at any backend, in blocks.

@@ -166,7 +166,7 @@ impl SimWorld<'_> {
             waiting: QueuedRequest {
                 ticket: Default::default(),
                 user: self.keys[asked.user],
-                tree: None,
+                tree: replica.tree(&self.senders[asked.sender]),
                 priority: 0,
                 arrived_ms: unix_ms(self.now),
                 input_tokens: asked.prompt.tokens.saturating_sub(cached),

@@ -42,7 +42,7 @@ impl TurnProgress {
     }
 }
 
-/// Returns the senders of all requests: users, who are sessions of their own, and sessions of agents.
+/// Returns the senders of all requests: users, and sessions of agents.
 pub(super) fn senders(workload: &SimWorkload) -> Vec<SimSender> {
     let names: Vec<&str> = workload
         .users
@@ -50,14 +50,14 @@ pub(super) fn senders(workload: &SimWorkload) -> Vec<SimSender> {
         .map(|user| user.name.as_str())
         .collect();
     let users = names.iter().enumerate();
-    let users = users.map(|(number, name)| SimSender::new(name, number, None));
+    let users = users.map(|(number, name)| SimSender::user(name, number));
     let sessions = workload
         .sessions
         .iter()
         .enumerate()
         .map(|(number, session)| {
             let parent = session.parent.map(|parent| names.len() + parent);
-            SimSender::new(names[session.user], names.len() + number, parent)
+            SimSender::agent(names[session.user], names.len() + number, parent)
         });
     users.chain(sessions).collect()
 }
