@@ -292,6 +292,9 @@ pub struct PolicyRequest {
     /// Hash of the session's name, gathered for [`PolicyInputs::session`]. `None` if the request
     /// names none.
     pub session: Option<u64>,
+    /// Backend of the last turn of the agent's session, or of its parent in the first turn of a
+    /// sub-agent. It wins among near-equal candidates. `None` if there is none.
+    pub home: Option<Slot>,
     /// Number of requests that this replica has decided before, from an arbitrary start. Gathered
     /// for [`PolicyInputs::turn`].
     pub turn: u64,
@@ -433,6 +436,8 @@ pub enum Reason {
     /// Little of the prompt is cached, or its owners are overloaded: least cost of load, eviction
     /// and prefill.
     Explore,
+    /// Several candidates were near-equal, and one of them was the home of the agent's session.
+    Home,
 }
 
 impl Reason {
@@ -454,6 +459,7 @@ impl Reason {
             Self::UserShare => "user-share",
             Self::Exploit => "exploit",
             Self::Explore => "explore",
+            Self::Home => "home",
         }
     }
 }

@@ -270,8 +270,8 @@ impl<F: Fn(&Candidate) -> u64> Ranks for ByScore<F> {
 /// Maximum number of candidates that are ranked without an allocation.
 const FEW: usize = 16;
 
-/// Picks the best rank; `None` if there are no candidates. Among near-equal ones, the highest draw
-/// from the request's jitter wins.
+/// Picks the best rank; `None` if there are no candidates. Among near-equal ones, the home of the
+/// request's session wins, else the highest draw from the request's jitter.
 pub(super) fn pick(
     ranks: &impl Ranks,
     request: &PolicyRequest,
@@ -315,7 +315,16 @@ pub(super) fn pick(
         }
         near = if held > most_held { 1 } else { near + 1 };
         let slot = candidate.slot;
-        let draw = (held, draw(request.jitter, slot), Reverse(slot));
+        let is_home = request.home == Some(slot);
+        let draw = (
+            held,
+            if is_home {
+                u64::MAX
+            } else {
+                draw(request.jitter, slot)
+            },
+            Reverse(slot),
+        );
         if chosen.is_none_or(|(held, highest, slot, _)| draw > (held, highest, slot)) {
             chosen = Some((draw.0, draw.1, draw.2, candidate));
         }
@@ -324,10 +333,10 @@ pub(super) fn pick(
     Some(Choice {
         slot: chosen.slot,
         matched: chosen.matched,
-        reason: if near > 1 {
-            Reason::Jitter
-        } else {
-            best.reason
+        reason: match near {
+            0 | 1 => best.reason,
+            _ if request.home == Some(chosen.slot) => Reason::Home,
+            _ => Reason::Jitter,
         },
     })
 }

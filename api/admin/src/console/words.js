@@ -19,6 +19,7 @@ export const REASONS = {
   turn: ['Turn', 'it was next in turn'],
   'least-kv': ['Least KV cache used', 'it used the least of its KV cache'],
   'user-share': ['User’s share', 'it was nearest to the user’s position'],
+  home: ['Home', 'it was as good as others, and the session was there before'],
   exploit: ['Prefix held', 'it held most of the prompt'],
   explore: ['Least load', 'nobody held much of the prompt, and it cost the least there'],
 };

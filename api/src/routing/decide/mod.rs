@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use state::StateView;
-use state::ids::{BackendRef, BlockHash, LogIndex};
+use state::ids::{BackendRef, BlockHash, LogIndex, Slot};
 use state::policy::{
     Choice, CostSettings, MatchBy, PolicyConfig, PolicyInputs, PolicyRequest, UserTokens,
 };
@@ -50,6 +50,7 @@ use super::{
     Decision, OutboxStatus, PolicySource, PrefillDecision, RoutingRejection, RoutingRequest,
 };
 use crate::engines::backends::{Backends, BreakerState, Doubt};
+use crate::sessions::NamedSession;
 
 /// Chooses backends for requests. Each replica has one.
 pub struct Decider {
@@ -396,6 +397,17 @@ impl Decider {
         }
     }
 
+    /// Returns the backend of the last turn of `session`, or of its parent if it begins; `None` if
+    /// there is none, or if the backend is gone.
+    fn home(&self, fleet: &RoutingTable, session: Option<NamedSession>) -> Option<Slot> {
+        let session = session?;
+        let trees = self.view.trees();
+        let known = |key| trees.session(key).map(|it| it.home);
+        let home = known(session.key).or_else(|| known(session.parent?))?;
+        let registered = fleet.registry.backend(home.slot)?;
+        (registered.handle == home).then_some(home.slot)
+    }
+
     /// Returns the request as a policy sees it. `turn` is the round-robin counter.
     pub(super) fn request(
         &self,
@@ -415,6 +427,7 @@ impl Decider {
             session: needs
                 .session
                 .and_then(|names| session::hash(names, ask.session_parts())),
+            home: self.home(fleet, ask.session),
             turn,
             user: if needs.user_tokens {
                 let key = ask.user.key(fleet.registry.hash_seed);

@@ -8,10 +8,11 @@ use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
 use api::routing::{
     Attempt, AttemptEnd, Decision, PermitCell, RequestStages, RoutingRequest, Usage, UserName,
 };
+use api::sessions::NamedSession;
 use lab::rng::Rng;
-use state::ids::Slot;
+use state::ids::{AgentSessionKey, Slot};
 use tokio::time::{Instant, sleep};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::engines::{EnginePrompt, EngineTiming};
 use super::{ReplicaHandles, think, user, wait};
@@ -38,6 +39,7 @@ pub(super) struct ChatRequest {
     pub(super) identity: PromptIdentity,
     pub(super) tokens_max: Option<u32>,
     pub(super) priority: i16,
+    pub(super) session: NamedSession,
     pub(super) permit: PermitCell,
 }
 
@@ -48,7 +50,7 @@ impl AdmissionRequest for ChatRequest {
             identity: &self.identity,
             request_id: &self.id,
             user: &self.user,
-            session: None,
+            session: Some(self.session),
             headers: None,
             policy: None,
             labels: &[],
@@ -84,6 +86,8 @@ pub(super) struct ChatState {
     pub(super) user: String,
     tokens: Vec<u32>,
     is_text: bool,
+    /// Which of the instructions it begins with.
+    which: u64,
 }
 
 impl ChatState {
@@ -96,6 +100,20 @@ impl ChatState {
             user: user(rng),
             tokens: (0..length).map(|at| token(which * 1000 + at)).collect(),
             is_text,
+            which,
+        }
+    }
+
+    /// Returns the session of the next turn. A user's chats with the same instruction are turns of
+    /// one session, whichever replicas they reach; the first instruction is the parent of the
+    /// others.
+    pub(super) fn session(&self) -> NamedSession {
+        let key = |which: u64| AgentSessionKey(xxh3_64_with_seed(self.user.as_bytes(), which));
+        NamedSession {
+            key: key(self.which),
+            parent: (self.which > 0).then(|| key(0)),
+            is_final: self.tokens.len().is_multiple_of(7),
+            source: "header:x-quorate-session",
         }
     }
 
@@ -188,6 +206,7 @@ async fn request(
         id,
         tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
         priority: i16::from(rng.below(8) == 0),
+        session: chat.session(),
         permit: PermitCell::new(),
     });
     let patience = Duration::from_millis(200 + rng.below(6000));

@@ -202,6 +202,7 @@ impl CrowdClient<'_> {
             id,
             tokens_max: Some(self.manner.tokens(rng)),
             priority: 0,
+            session: chat.session(),
             permit: PermitCell::new(),
         });
         let ticket = chat::called(handles, &request);

@@ -19,6 +19,7 @@ const REQUEST: PolicyRequest = PolicyRequest {
     tokens_per_block: 16,
     prefix_key: 0,
     session: None,
+    home: None,
     turn: 0,
     user: UserTokens {
         own_milli: 0,
@@ -88,11 +89,14 @@ fn policies() -> impl Strategy<Value = PolicyConfig> {
 prop_compose! {
     fn requests()(
         jitter: u64, blocks in 0_u32..10_000, tokens: u32, tokens_per_block in 0_u32..1024,
-        prefix_key: u64, session: Option<u64>, turn: u64,
+        prefix_key: u64, session: Option<u64>, home in prop::option::of(0_u16..8), turn: u64,
         own_milli: u64, least_milli: Option<u64>, most_milli: Option<u64>,
     ) -> PolicyRequest {
         let user = UserTokens { own_milli, least_milli, most_milli };
-        PolicyRequest { jitter, blocks, tokens, tokens_per_block, prefix_key, session, turn, user }
+        PolicyRequest {
+            jitter, blocks, tokens, tokens_per_block, prefix_key, session, home: home.map(Slot), turn,
+            user,
+        }
     }
 }
 
@@ -166,7 +170,11 @@ proptest! {
         prop_assert_eq!(own.tier, best.tier);
         prop_assert!(own.score <= limit, "{:?} above {}, the best is {:?}", own, limit, best);
         prop_assert_eq!(own.then, best.then);
-        let reasons = [Reason::OnlyCandidate, Reason::Jitter, best.reason];
+        let of_tie = match request.home == Some(choice.slot) {
+            true => Reason::Home,
+            false => Reason::Jitter,
+        };
+        let reasons = [Reason::OnlyCandidate, of_tie, best.reason];
         prop_assert!(reasons.contains(&choice.reason), "{:?}", choice);
     }
 
@@ -255,6 +263,30 @@ fn the_window_keeps_requests_at_their_prefix_under_load() {
         assert_eq!(
             choose(&policy, &request, &[cold, warm]).unwrap().slot,
             Slot(1)
+        );
+    }
+}
+
+#[test]
+fn the_home_of_a_session_wins_among_near_equal_candidates_only() {
+    let at = |slot, running| Candidate {
+        slot: Slot(slot),
+        running,
+        ..Candidate::default()
+    };
+    let policy = PolicyConfig::LeastRequest;
+    for jitter in 0..32 {
+        let request = PolicyRequest {
+            jitter,
+            home: Some(Slot(1)),
+            ..REQUEST
+        };
+        let choice = choose(&policy, &request, &[at(0, 3), at(1, 3), at(2, 3)]).unwrap();
+        assert_eq!((choice.slot, choice.reason), (Slot(1), Reason::Home));
+        let choice = choose(&policy, &request, &[at(0, 3), at(1, 4), at(2, 9)]).unwrap();
+        assert_eq!(
+            (choice.slot, choice.reason),
+            (Slot(0), Reason::LeastRequests)
         );
     }
 }
