@@ -451,6 +451,10 @@ fn request(
         replica: 0,
         user: names.user(user),
         tenant,
+        session: record.session.map(|it| names.session(it.key)),
+        parent_session: record
+            .session
+            .and_then(|it| Some(names.session(it.parent?))),
         model: match registry.is_served(&record.model) {
             true => record.model.to_string(),
             // The client may have written anything there.

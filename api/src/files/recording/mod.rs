@@ -1,8 +1,8 @@
 //! Recordings of requests without the contents of prompts and responses.
 //!
 //! A recording is a file of JSON lines. The first line is the head. Each other line is a request:
-//! its time, user, length and blocks, the decisions, and what the engine reported. Users, cache
-//! groups and blocks are hashes under a secret of the cluster and the recording's salt (`names`).
+//! its time, user, session, length and blocks, the decisions, and what the engine reported. Users,
+//! sessions, cache groups and blocks are hashes under a secret of the cluster and the recording's salt (`names`).
 //! Without the secret, nobody can therefore confirm a guessed name or text, or compare recordings
 //! with different salts. Blocks keep the property that matters: equal prefixes have equal ids
 //! (I126, ADR 0044).
@@ -85,6 +85,12 @@ pub struct RecordedRequest {
     /// Hash of the cache scope; `None` for the one that users share by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
+    /// Hash of the agent's session of which the request is a turn, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<String>,
+    /// Hash of the session that started it; `None` for a root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_session: Option<String>,
     /// Requested model.
     pub model: String,
     /// Unit of the blocks: `characters` or `tokens`.
@@ -238,6 +244,8 @@ mod tests {
             replica: 1,
             user: "00".to_owned(),
             tenant: None,
+            session: None,
+            parent_session: None,
             model: "m".to_owned(),
             unit: "tokens".to_owned(),
             tokens: 100,

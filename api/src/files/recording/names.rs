@@ -1,7 +1,7 @@
 //! The ids that replace names in recordings.
 
 use sha2::{Digest, Sha256};
-use state::ids::BlockHash;
+use state::ids::{AgentSessionKey, BlockHash};
 use state::prefix::BlockHasher;
 
 use super::BlockId;
@@ -34,6 +34,12 @@ impl RecordingNames {
     #[must_use]
     pub fn tenant(&self, name: &str) -> String {
         format!("{:016x}", self.hash(b't', name.as_bytes()))
+    }
+
+    /// Returns the id of an agent's session.
+    #[must_use]
+    pub fn session(&self, session: AgentSessionKey) -> String {
+        format!("{:016x}", self.hash(b's', &session.0.to_le_bytes()))
     }
 
     /// Returns the id of a model that the cluster does not serve.

@@ -152,6 +152,7 @@ fn load(seed: u64, phases: &[(Micros, f64)]) -> SimWorkload {
             workload.arrivals.push(SimArrival {
                 at,
                 user: usize::try_from(rng.below(4)).expect("one of four"),
+                session: None,
                 prompt,
                 output_tokens,
                 replica: None,

@@ -17,7 +17,7 @@ use serde::Serialize;
 use super::argument_error::SimulateArgsError;
 use super::recorded_speed::RecordedSpeed;
 use super::times::summary;
-use super::workload::{SimArrival, SimPrompt, SimUser, SimWorkload, WarmPrefix};
+use super::workload::{SimArrival, SimPrompt, SimSession, SimUser, SimWorkload, WarmPrefix};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::report::LatencySummary;
 use crate::replay::text::passage;
@@ -153,6 +153,7 @@ fn block_tokens(requests: &[&RecordedRequest]) -> u32 {
 fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -> SimWorkload {
     let mut workload = SimWorkload::default();
     let mut users: HashMap<&str, usize> = HashMap::new();
+    let mut sessions: HashMap<&str, usize> = HashMap::new();
     let begin = requests.first().map_or(0, |first| first.at_ms);
     let usual_output = usual_output(requests);
     for (number, request) in (0..).zip(requests) {
@@ -160,10 +161,20 @@ fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -
             workload.users.push(SimUser::named(&request.user));
             workload.users.len() - 1
         });
+        let mut session = |id: Option<_>, parent| {
+            Some(*sessions.entry(id?).or_insert_with(|| {
+                workload.sessions.push(SimSession { user, parent });
+                workload.sessions.len() - 1
+            }))
+        };
+        // A parent that is not in the recording has no turn, but its children are of one tree.
+        let parent = session(request.parent_session.as_deref(), None);
+        let session = session(request.session.as_deref(), parent);
         let replica = replicas.iter().position(|it| *it == request.replica);
         workload.arrivals.push(SimArrival {
             at: (request.at_ms - begin).saturating_mul(1000),
             user,
+            session,
             prompt: Arc::new(prompt(request, block_tokens, number)),
             output_tokens: output(request).unwrap_or(usual_output),
             replica: replica.and_then(|place| u8::try_from(place).ok()),
@@ -381,6 +392,21 @@ mod tests {
             "the second request found what the first one brought"
         );
         assert_eq!(warm[0].prompt.identity.chain[..], first[..2]);
+    }
+
+    #[test]
+    fn recorded_sessions_belong_to_the_trees_that_they_named() {
+        let mut recorded = recording(&[("m", &[1]), ("m", &[2]), ("m", &[1, 3]), ("m", &[4])]);
+        let named = [("root", None), ("child", Some("root")), ("root", None)];
+        for (request, (session, parent)) in recorded.requests.iter_mut().zip(named) {
+            request.session = Some(session.to_owned());
+            request.parent_session = parent.map(str::to_owned);
+        }
+        let workload = RecordedDemand::of(&recorded, None).unwrap().workload;
+        let sent: Vec<_> = workload.arrivals.iter().map(|it| it.session).collect();
+        assert_eq!(sent, [Some(0), Some(1), Some(0), None]);
+        let parents: Vec<_> = workload.sessions.iter().map(|it| it.parent).collect();
+        assert_eq!(parents, [None, Some(0)]);
     }
 
     #[test]

@@ -155,6 +155,7 @@ impl Mix {
             workload.arrivals.push(SimArrival {
                 at,
                 user: group % workload.users.len(),
+                session: None,
                 prompt: Arc::new(SimPrompt::new(&text)),
                 output_tokens: LengthRange::draw(self.lengths.output, &mut rng),
                 replica: None,

@@ -76,6 +76,8 @@ pub struct SimArrival {
     pub at: Micros,
     /// Index of the request's user in [`SimWorkload::users`].
     pub user: usize,
+    /// Index of the request's session in [`SimWorkload::sessions`]; `None` if it has none.
+    pub session: Option<usize>,
     /// Prompt of the request.
     pub prompt: Arc<SimPrompt>,
     /// Number of output tokens.
@@ -252,6 +254,7 @@ impl SimWorkload {
             workload.arrivals.push(SimArrival {
                 at: super::plan::micros(arrival.at),
                 user,
+                session: None,
                 prompt: Arc::new(SimPrompt::new(arrival.prompt.text().as_bytes())),
                 output_tokens: arrival.output_tokens.max(1),
                 replica: None,

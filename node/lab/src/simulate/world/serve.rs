@@ -24,7 +24,9 @@ impl SimWorld<'_> {
         }
         let prompt = Arc::clone(&sent.prompt);
         let (output_tokens, replica) = (sent.output_tokens, sent.replica);
-        let request = self.arrive((sent.user, sent.user), prompt, output_tokens);
+        let of_session = |session| self.workload.users.len() + session;
+        let sender = sent.session.map_or(sent.user, of_session);
+        let request = self.arrive((sent.user, sender), prompt, output_tokens);
         self.requests[request].pinned = replica;
         self.admit(request);
     }
