@@ -276,7 +276,7 @@ impl Fleet {
         self.registry().hash_seed
     }
 
-    fn registry(&self) -> Arc<Registry> {
+    pub(crate) fn registry(&self) -> Arc<Registry> {
         self.router.view().registry()
     }
 

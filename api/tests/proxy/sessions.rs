@@ -1,12 +1,16 @@
-//! Limits of trees of sessions: an agent with its sub-agents.
+//! Sessions of agents: limits of their trees, and sessions behind a gateway.
 
 use std::sync::Arc;
 
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
+use state::prefix::user_key;
 use state::quotas::UserLimits;
+use state::trees::session_key;
 use tokio::sync::Semaphore;
 
 use super::admission::{all_answered, assert_refused, chat_of, gated, limited, run};
-use super::engine::{Engine, json};
+use super::engine::{DONE, Engine, delta, json, usage_chunk};
+use super::picking::{CHAT, engines, head, headers, start, upload};
 
 const OF_AGENT: &str = "x-quorate-session: agent\r\n";
 const OF_CHILD: &str = "x-quorate-session: child\r\nx-quorate-parent-session: agent\r\n";
@@ -61,4 +65,33 @@ async fn an_agent_uses_at_most_the_tokens_of_its_tree() {
     assert_refused(&refused, 429, "rate_limit_exceeded");
     assert_eq!(client.ask(chat_of("a", OF_OTHER)).await.status, 200);
     assert_eq!(client.ask(chat_of("a", "")).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_picked_turn_belongs_to_the_session_that_the_client_named() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let ProcessingMessage::RequestHeaders(mut head) = head() else {
+        panic!("a request begins with its head");
+    };
+    let named = headers(&[("x-session-id", "child"), ("x-parent-session-id", "agent")]);
+    head.headers
+        .get_or_insert_default()
+        .headers
+        .extend(named.headers);
+    let mut talk = picking.open();
+    talk.say(ProcessingMessage::RequestHeaders(head)).await;
+    talk.say(upload(CHAT, true)).await;
+    talk.answering().await;
+    talk.answer(&[&delta("a", 1), usage_chunk(), DONE]).await;
+    talk.streamed().await;
+    drop(talk);
+    fleet.is_idle().await;
+    fleet.flush().await;
+    let trees = fleet.router.view().trees();
+    let (key, session) = trees.sessions().next().expect("it has begun");
+    assert_eq!((session.turns, trees.counts()), (1, (1, 1)));
+    let user = user_key(fleet.registry().hash_seed, "ada");
+    let of = |name: &str| session_key(fleet.registry().hash_seed, user, name.as_bytes());
+    assert_eq!((key, session.parent), (of("child"), Some(of("agent"))));
 }
