@@ -66,7 +66,8 @@ impl Admission {
         let ask = candidate.ask(&[]);
         let over = self.check_quota(&ask).err();
         let user = ask.user.key(self.view.registry().hash_seed);
-        let limits = self.limits_preview(user);
+        let mut limits = self.limits_preview(user);
+        limits.extend(self.tree_preview(user, ask.session));
         let (prospect, waiting) = self.prospect(candidate, now);
         let routed = explained.no_choice;
         let is_full =

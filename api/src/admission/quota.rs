@@ -163,6 +163,24 @@ impl Admission {
         }
     }
 
+    /// Returns what is left of the tokens of the session's tree; `None` if they are unlimited, or
+    /// without a session.
+    pub(super) fn tree_preview(
+        &self,
+        user: UserKey,
+        session: Option<NamedSession>,
+    ) -> Option<LimitPreview> {
+        let of = self.view.quota(user).limits.tokens_per_tree?;
+        let trees = self.view.trees();
+        let tree = trees.tree(session.map(|it| trees.root_of(it.key, it.parent))?);
+        Some(LimitPreview {
+            limit: LimitKind::TokensPerTree,
+            of,
+            left: of.saturating_sub(tree.map_or(0, |tree| tree.usage.tokens())),
+            resets_in_ms: None,
+        })
+    }
+
     /// Returns the root of the tree of `session`; `None` without a session, or if the tree is not in
     /// the state yet.
     fn known_tree(&self, session: Option<NamedSession>) -> Option<AgentSessionKey> {
