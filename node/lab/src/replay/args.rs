@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use state::policy::POLICY_NAMES;
 
+use super::agents::{Agents, AgentsOptions};
 use super::client::ReplayClient;
 use super::load::{LoadPlan, LoadSource, run as run_load};
 use super::policies::{self, ClusterUnderTest, EVERY_POLICY, PolicyComparison};
@@ -21,8 +22,18 @@ use crate::terminal;
 #[derive(Debug, Clone, clap::Args)]
 pub struct ReplayArgs {
     /// Trace file: Mooncake's JSON lines, or Azure's or VTC's CSV
-    #[arg(long, value_name = "FILE")]
-    trace: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "workload")]
+    trace: Option<PathBuf>,
+    /// Generated requests instead of a trace: agents, whose prompts grow turn by turn, with pauses
+    /// and sub-agents
+    #[arg(long, value_name = "NAME", value_parser = ["agents"], conflicts_with_all = ["trace", "policies", "first", "speed"])]
+    workload: Option<String>,
+    /// Number of agents at a time, without their sub-agents
+    #[arg(long, value_name = "N", default_value_t = 16, requires = "workload", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    agents: u32,
+    /// Number of turns that the agents send
+    #[arg(long, value_name = "N", default_value_t = 1000, requires = "workload", value_parser = clap::value_parser!(u64).range(1..))]
+    requests: u64,
     /// Base URLs to send requests to, in turn
     #[arg(
         long,
@@ -102,20 +113,11 @@ fn policy(text: &str) -> Result<String, String> {
 /// If the trace cannot be read or is empty, a target is not a URL, the first target serves no
 /// model, or a cluster cannot be started.
 pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCode> {
-    let options = TraceOptions {
-        scale: args.scale,
-        first: args.first,
-        users: args.users,
-        seed: args.seed,
-    };
-    let arrivals = trace::read(&args.trace, &options)?;
-    ensure!(
-        !arrivals.is_empty(),
-        "{}: no request to replay",
-        args.trace.display()
-    );
-    if !args.policies.is_empty() {
-        return policies::compare::<C>(&args.comparison(), &arrivals).await;
+    let work = args.work()?;
+    if !args.policies.is_empty()
+        && let LoadSource::Trace(arrivals) = &work
+    {
+        return policies::compare::<C>(&args.comparison(), arrivals).await;
     }
     let targets = Targets::new(&args.target)?;
     let model = match args.model {
@@ -125,9 +127,9 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
             .await
             .with_context(|| format!("ask {} for its models", targets.name(0)))?,
     };
-    let bar = terminal::progress_bar(arrivals.len() as u64, terminal::COUNT)?;
+    let bar = terminal::progress_bar(work.planned(), terminal::COUNT)?;
     let plan = LoadPlan {
-        work: LoadSource::Trace(arrivals),
+        work,
         model,
         speed: args.speed,
         in_flight_max: args.max_in_flight as usize,
@@ -149,6 +151,37 @@ pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCo
 }
 
 impl ReplayArgs {
+    /// Returns the requests to send.
+    ///
+    /// # Errors
+    /// If the trace cannot be read or is empty.
+    fn work(&self) -> anyhow::Result<LoadSource<'static>> {
+        let Some(trace) = &self.trace else {
+            return Ok(LoadSource::Agents {
+                agents: Agents::new(AgentsOptions {
+                    agents: self.agents,
+                    users: self.users,
+                    scale: self.scale,
+                    seed: self.seed,
+                }),
+                requests: self.requests,
+            });
+        };
+        let options = TraceOptions {
+            scale: self.scale,
+            first: self.first,
+            users: self.users,
+            seed: self.seed,
+        };
+        let arrivals = trace::read(trace, &options)?;
+        ensure!(
+            !arrivals.is_empty(),
+            "{}: no request to replay",
+            trace.display()
+        );
+        Ok(LoadSource::Trace(arrivals))
+    }
+
     fn comparison(&self) -> PolicyComparison<'_> {
         let asked = |name: &&&str| {
             self.policies

@@ -17,6 +17,8 @@ use crate::connector::ReplicaConnector;
 
 /// Header with the user that a request is charged to.
 const X_QUORATE_USER: HeaderName = HeaderName::from_static("x-quorate-user");
+const X_QUORATE_SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
+const X_QUORATE_PARENT_SESSION: HeaderName = HeaderName::from_static("x-quorate-parent-session");
 /// Header with the router's prediction: `matched/total` blocks.
 const X_QUORATE_PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 /// Header with the replica that responds.
@@ -45,6 +47,9 @@ pub struct ReplayRequest {
     pub uri: Uri,
     /// User to whom the request is charged.
     pub user: HeaderValue,
+    /// Names of the agent's session of which the request is a turn, and of the session that started
+    /// it, if any.
+    pub session: [Option<HeaderValue>; 2],
     /// JSON body of the request.
     pub body: Bytes,
 }
@@ -240,6 +245,12 @@ impl ReplayClient {
         if let Some(prefix) = &self.key_prefix {
             let user = String::from_utf8_lossy(ask.user.as_bytes());
             request = request.header(AUTHORIZATION, format!("Bearer {prefix}{user}"));
+        }
+        let sessions = [X_QUORATE_SESSION, X_QUORATE_PARENT_SESSION];
+        for (name, session) in sessions.into_iter().zip(ask.session) {
+            if let Some(session) = session {
+                request = request.header(name, session);
+            }
         }
         let request = request
             .header(X_QUORATE_USER, ask.user)

@@ -2,7 +2,8 @@
 //!
 //! A trace is sent open loop: each request is sent at its time in the trace, regardless of earlier
 //! ones, up to a limit on concurrent requests (the report has the resulting delay). Chats are sent
-//! closed loop: a fixed number at a time, each turn after the previous response.
+//! closed loop: a fixed number at a time, each turn after the previous response. Agents pause in
+//! between.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
+use super::agents::Agents;
 use super::chats::Chats;
 use super::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
 use super::report::{LoadReport, LoadTally};
@@ -46,6 +48,13 @@ pub enum LoadSource<'a> {
         /// Number of turns to send.
         requests: u64,
     },
+    /// Turns of agents.
+    Agents {
+        /// The agents.
+        agents: Agents,
+        /// Number of turns to send.
+        requests: u64,
+    },
 }
 
 /// Progress of a load.
@@ -70,7 +79,9 @@ pub struct LoadProgress {
 struct PlannedRequest {
     path: &'static str,
     user: Arc<str>,
+    session: [Option<String>; 2],
     body: Bytes,
+    /// Index of the chat or session.
     chat: Option<usize>,
 }
 
@@ -95,10 +106,12 @@ enum NextRequest {
 }
 
 impl LoadSource<'_> {
-    fn planned(&self) -> u64 {
+    /// Returns the number of requests.
+    #[must_use]
+    pub fn planned(&self) -> u64 {
         match self {
             Self::Trace(arrivals) => arrivals.len() as u64,
-            Self::Chats { requests, .. } => *requests,
+            Self::Chats { requests, .. } | Self::Agents { requests, .. } => *requests,
         }
     }
 }
@@ -114,6 +127,7 @@ struct RunningLoad<'a, 'b> {
     tally: LoadTally,
     planned: u64,
     sent: u64,
+    started: Instant,
     running: JoinSet<EndedRequest>,
 }
 
@@ -142,9 +156,10 @@ pub async fn run(
         client: ReplayClient::of(targets, plan.timeout),
         tally: LoadTally::new((0..targets.len()).map(|index| targets.name(index))),
         sent: 0,
+        started: Instant::now(),
         running: JoinSet::new(),
     };
-    let started = Instant::now();
+    let started = load.started;
     loop {
         match load.next() {
             NextRequest::Over => break,
@@ -186,6 +201,11 @@ impl RunningLoad<'_, '_> {
             }
             LoadSource::Chats { .. } if self.running.is_empty() => NextRequest::Over,
             LoadSource::Chats { .. } => NextRequest::Wait,
+            LoadSource::Agents { agents, .. } => match agents.due() {
+                Some(at) => NextRequest::Send(at),
+                None if self.running.is_empty() => NextRequest::Over,
+                None => NextRequest::Wait,
+            },
         }
     }
 
@@ -204,11 +224,13 @@ impl RunningLoad<'_, '_> {
         let client = self.client.clone();
         let uri = self.targets.uri(pick.index, job.path);
         self.running.spawn(async move {
-            let user = HeaderValue::from_str(&job.user).expect("user names are visible ascii");
+            let header = |name: &str| HeaderValue::from_str(name).expect("names are visible ascii");
+            let (user, session) = (header(&job.user), job.session);
             let result = client
                 .stream(ReplayRequest {
                     uri,
                     user,
+                    session: session.map(|name| Some(header(&name?))),
                     body: job.body,
                 })
                 .await;
@@ -226,17 +248,12 @@ impl RunningLoad<'_, '_> {
             LoadSource::Trace(arrivals) => {
                 let index = usize::try_from(self.sent).expect("a position in a list");
                 let arrival = &arrivals[index];
-                let body = format!(
-                    "{{\"model\":{},\"prompt\":\"{}\",\"max_tokens\":{},\"stream\":true,\
-                     \"stream_options\":{{\"include_usage\":true}}}}",
-                    Value::from(self.model.as_str()),
-                    arrival.prompt.text(),
-                    arrival.output_tokens.max(1),
-                );
+                let prompt = arrival.prompt.text();
                 Some(PlannedRequest {
                     path: "/v1/completions",
                     user: arrival.user.clone(),
-                    body: Bytes::from(body),
+                    session: [None, None],
+                    body: completion(&self.model, &prompt, arrival.output_tokens),
                     chat: None,
                 })
             }
@@ -244,10 +261,18 @@ impl RunningLoad<'_, '_> {
                 chats.next_turn(&self.model).map(|turn| PlannedRequest {
                     path: "/v1/chat/completions",
                     user: turn.user,
+                    session: [None, None],
                     body: turn.body,
                     chat: Some(turn.chat),
                 })
             }
+            LoadSource::Agents { agents, .. } => agents.next_turn().map(|turn| PlannedRequest {
+                path: "/v1/completions",
+                user: turn.user,
+                session: [Some(turn.name), turn.parent],
+                body: completion(&self.model, &turn.prompt, turn.output_tokens),
+                chat: Some(turn.session),
+            }),
         }
     }
 
@@ -268,11 +293,19 @@ impl RunningLoad<'_, '_> {
             Err(_) if self.targets.went_down(pick) => self.tally.lost(target, &user),
             Err(failure) => self.tally.failed(target, &user, failure),
         }
-        if let (LoadSource::Chats { chats, .. }, Some(chat)) = (&mut self.work, chat) {
-            match &result {
-                Ok(answer) => chats.answered(chat, &answer.text),
-                Err(_) => chats.failed(chat),
+        let now = self.started.elapsed();
+        match (&mut self.work, chat, &result) {
+            (LoadSource::Chats { chats, .. }, Some(chat), Ok(answer)) => {
+                chats.answered(chat, &answer.text);
             }
+            (LoadSource::Chats { chats, .. }, Some(chat), Err(_)) => chats.failed(chat),
+            (LoadSource::Agents { agents, .. }, Some(session), Ok(answer)) => {
+                agents.answered(session, &answer.text, now);
+            }
+            (LoadSource::Agents { agents, .. }, Some(session), Err(_)) => {
+                agents.failed(session, now);
+            }
+            (_, None, _) | (LoadSource::Trace(_), ..) => {}
         }
         let (ended, failed) = self.tally.counts();
         let (prompt_tokens, cached_tokens) = self.tally.hits();
@@ -285,4 +318,16 @@ impl RunningLoad<'_, '_> {
             cached_tokens,
         });
     }
+}
+
+/// Returns the body of a streamed completion.
+fn completion(model: &str, prompt: &str, output_tokens: u32) -> Bytes {
+    let body = format!(
+        "{{\"model\":{},\"prompt\":{},\"max_tokens\":{},\"stream\":true,\
+         \"stream_options\":{{\"include_usage\":true}}}}",
+        Value::from(model),
+        Value::from(prompt),
+        output_tokens.max(1),
+    );
+    Bytes::from(body)
 }

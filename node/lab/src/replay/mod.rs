@@ -2,9 +2,11 @@
 //! the results.
 //!
 //! `quorate replay` sends a trace ([`trace`]). Dev mode and the tests use the same generator
-//! ([`load`]) with chats of several users ([`chats`]). The hit rate is the engines' own, from
+//! ([`load`]) with chats of several users ([`chats`]). Agents ([`agents`]) send
+//! growing prompts and start sub-agents. The hit rate is the engines' own, from
 //! `usage.prompt_tokens_details.cached_tokens`; the report also has the router's prediction.
 
+pub mod agents;
 mod args;
 pub mod chats;
 pub mod client;

@@ -53,11 +53,12 @@ const ADDED_MAX: u32 = 32_768;
 const TASK: LogNormal = LogNormal::new(4000.0, 0.8);
 /// System prompts and tools of the client programs; each is common to all sessions of its program.
 /// The `n`-th program has `1/n` of the first one's sessions.
-pub(super) const PROGRAMS: [u32; 4] = [24_576, 16_384, 12_288, 8_192];
+pub const PROGRAMS: [u32; 4] = [24_576, 16_384, 12_288, 8_192];
 /// Context window: a longer prompt is compacted to the system prompt, the tools, and a summary of
 /// [`SUMMARY`] tokens. With 384K, the median prompt is as long as in AgentX.
-pub(super) const WINDOW: u32 = 393_216;
-pub(super) const SUMMARY: u32 = 8_192;
+pub const WINDOW: u32 = 393_216;
+/// Tokens of the summary that is left of a compacted prompt.
+pub const SUMMARY: u32 = 8_192;
 /// Seconds from an answer to the session's next turn: tool calls, from tenths of a second to
 /// minutes.
 const PAUSE_S: LogNormal = LogNormal::new(2.5, 1.6);
@@ -126,38 +127,38 @@ impl LogNormal {
 }
 
 /// A session with its sub-agents, without texts.
-pub(super) struct AgentTree {
+pub struct AgentTree {
     /// Index of the user.
-    pub(super) user: usize,
+    pub user: usize,
     /// Index of the client program in [`PROGRAMS`].
-    pub(super) program: usize,
+    pub program: usize,
     /// Seed of the texts.
-    pub(super) seed: u64,
+    pub seed: u64,
     /// Chains of turns, first that of the session, then those of its sub-agents.
-    pub(super) chains: Vec<AgentChain>,
+    pub chains: Vec<AgentChain>,
 }
 
 /// Consecutive turns of a session or sub-agent.
-pub(super) struct AgentChain {
+pub struct AgentChain {
     /// The turn of the session whose answer starts this sub-agent; `None` for the session itself.
-    pub(super) after: Option<usize>,
+    pub after: Option<usize>,
     /// Part of the parent's prompt with which the sub-agent's prompt begins, in thousandths.
-    pub(super) shared_permille: u64,
+    pub shared_permille: u64,
     /// The turns in their order.
-    pub(super) turns: Vec<TurnDraft>,
+    pub turns: Vec<TurnDraft>,
 }
 
 /// Lengths and times of a turn.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct TurnDraft {
+pub struct TurnDraft {
     /// Expected time of the turn; negative before the start of the run.
-    pub(super) expected: i64,
+    pub expected: i64,
     /// Pause before the turn.
-    pub(super) pause: Micros,
+    pub pause: Micros,
     /// Number of tokens that are new in the prompt, besides the previous answer.
-    pub(super) added_tokens: u32,
+    pub added_tokens: u32,
     /// Number of output tokens.
-    pub(super) output_tokens: u32,
+    pub output_tokens: u32,
 }
 
 impl AgentLoad {
@@ -222,12 +223,7 @@ impl AgentLoad {
     }
 
     fn tree(&self, opens: i64, rng: &mut Rng) -> AgentTree {
-        let mut tree = AgentTree {
-            user: harmonic(self.users.max(1), rng),
-            program: harmonic(PROGRAMS.len() as u32, rng),
-            seed: rng.next_u64(),
-            chains: chains(rng),
-        };
+        let mut tree = draw(self.users, rng);
         tree.expect_from(opens);
         tree
     }
@@ -246,6 +242,16 @@ impl AgentLoad {
         expected.sort_unstable();
         let most = usize::try_from(self.requests).unwrap_or(usize::MAX);
         expected.get(most).copied().unwrap_or(until)
+    }
+}
+
+/// Draws a session of one of `users` users, with its sub-agents.
+pub fn draw(users: u32, rng: &mut Rng) -> AgentTree {
+    AgentTree {
+        user: harmonic(users.max(1), rng),
+        program: harmonic(PROGRAMS.len() as u32, rng),
+        seed: rng.next_u64(),
+        chains: chains(rng),
     }
 }
 
