@@ -91,6 +91,11 @@ impl Asked {
         may(0.6, "authorization", &keys);
         may(0.2, "x-api-key", &["sk-ada", "sk-other"]);
         may(0.3, "x-quorate-session", &["s-1", "s-2", " "]);
+        may(0.3, "x-quorate-parent-session", &["s-1", "s-3", &long]);
+        may(0.2, "x-claude-code-session-id", &["root", &long]);
+        may(0.1, "x-claude-code-agent-id", &["agent", "a\tb"]);
+        may(0.2, "x-dynamo-session-id", &["s-1"]);
+        may(0.2, "x-dynamo-session-final", &["true", "false"]);
         may(0.2, "cookie", &["a=1; sid=s-3", "sid="]);
         may(0.2, "x-quorate-priority", &["3", "-70000", " 9 ", "high"]);
         may(0.5, "x-quorate-policy", state::policy::POLICY_NAMES);
@@ -114,6 +119,9 @@ impl Asked {
         let mut body = json!({"model": "m", "messages": turns, "input": turns});
         if rng.random_bool(0.4) {
             body["user"] = json!(names.choose(rng).expect("there are names"));
+        }
+        if rng.random_bool(0.3) {
+            body["prompt_cache_key"] = json!("s-1");
         }
         match rng.random_range(0..30) {
             0 => body["model"] = json!("unknown"),
@@ -208,6 +216,10 @@ fn agree(asked: &Asked, explained: &Value, answer: &Answer, record: &Value) {
         "blocks_total",
     ] {
         assert_eq!(explained[name], record[name], "{name}: {}", what());
+    }
+    for name in ["id", "parent", "final", "source"] {
+        let (predicted, kept) = (&explained["session"][name], &record["session"][name]);
+        assert_eq!(predicted, kept, "session {name}: {}", what());
     }
     assert_eq!(explained["labels"], record["labels"], "{}", what());
     assert_eq!(record["request_id"], asked.id, "{}", what());
