@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use axum::extract::State;
 use schemars::JsonSchema;
 use serde::Serialize;
-use state::ids::LogIndex;
+use state::ids::{LogIndex, ModelKey};
 use state::outputs::Boundaries;
 use state::prefix::model_key;
 use state::service::LimitFigures;
+use state::{Backend, Registry};
 
 use super::AdminState;
 use super::answer::{Answer, QueryParams, ReadQuery, registry_at};
@@ -53,15 +54,7 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Answer<BinsResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
-    let described = registry.backends.iter().flat_map(|it| &it.spec.models);
-    let listed = registry
-        .backends
-        .iter()
-        .flat_map(|it| it.facts.models.iter().flatten());
-    let names: BTreeMap<_, _> = described
-        .chain(listed)
-        .map(|name| (model_key(registry.hash_seed, name), name.clone()))
-        .collect();
+    let names = model_names(&registry);
     let outputs = admin.view.outputs();
     let models = outputs.models().map(|(key, outputs)| ModelBins {
         key: format!("{:016x}", key.0),
@@ -81,4 +74,14 @@ pub(super) async fn show(
         waiting: admin.admission.queues(),
         backends: backends.collect(),
     }))
+}
+
+/// Returns the names of the models that backends have by their config or their engines' lists.
+pub(super) fn model_names(registry: &Registry) -> BTreeMap<ModelKey, String> {
+    let backends = registry.backends.iter();
+    let listed = |it: &Backend| it.facts.models.clone().unwrap_or_default();
+    let named = backends.flat_map(|it| it.spec.models.iter().cloned().chain(listed(it)));
+    named
+        .map(|name| (model_key(registry.hash_seed, &name), name))
+        .collect()
 }

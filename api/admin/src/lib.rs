@@ -49,6 +49,7 @@ mod replicas;
 mod restore;
 mod roles;
 mod routes;
+mod sessions;
 mod stream;
 mod tokens;
 mod user_defaults;

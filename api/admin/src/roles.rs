@@ -13,8 +13,8 @@ use serde::Serialize;
 pub enum AdminRole {
     /// May read.
     Viewer,
-    /// May change backends, users, API keys, policy and admission, transfer leadership, take
-    /// snapshots, record requests, reload the config and set the log level.
+    /// May change backends, users, API keys, policy and admission, end sessions, transfer
+    /// leadership, take snapshots, record requests, reload the config and set the log level.
     Operator,
     /// May change the membership, and back up or restore the whole state.
     Admin,

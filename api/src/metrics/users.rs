@@ -1,4 +1,5 @@
-//! Metrics of the area `users`: sums over all users in the applied state. A user is never a label.
+//! Metrics of the area `users`: sums over all users, and over their sessions, in the
+//! applied state. A user is never a label.
 
 use std::fmt;
 
@@ -17,6 +18,17 @@ impl ScrapedReplica {
         let (now_ms, unix_ms) = (self.view.now_ms(), self.clock.unix_ms());
         let over = self.view.users().over_limits(now_ms, unix_ms) as u64;
         page.gauge("quorate_users_known", "Users known", &known)?;
+        let (sessions, trees) = self.view.trees().counts();
+        page.gauge(
+            "quorate_users_sessions",
+            "Sessions of agents and chats that have not ended, of all users",
+            &(sessions as u64),
+        )?;
+        page.gauge(
+            "quorate_users_session_trees",
+            "Trees of these sessions: roots with all that they started",
+            &(trees as u64),
+        )?;
         page.gauge(
             "quorate_users_backlogged",
             "Users with requests in flight from any replica",

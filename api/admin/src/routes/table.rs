@@ -8,7 +8,7 @@ use super::super::describe::served;
 use super::super::{
     admission, audit, backends, backup, bins, cluster, config, console, decisions, discovery,
     explain, keys, log_level, openapi, ownership, policy, prefixes, probes, reload, replicas,
-    restore, stream, user_defaults, users, waiting, whoami,
+    restore, sessions, stream, user_defaults, users, waiting, whoami,
 };
 use super::call::{ADMIN, OPEN, OPERATOR, SCRAPE, VIEWER, delete, get, post, put};
 use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDING, WHAT_IF};
@@ -301,6 +301,35 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             || served(users::forgive),
         )
         .fails(&[NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1/sessions",
+        calls: &[get(
+            "listSessions",
+            VIEWER,
+            "Sessions of agents and chats, those used last first.",
+            || served(sessions::list),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/sessions/{id}",
+        calls: &[
+            get(
+                "getSession",
+                VIEWER,
+                "The tree of a session: its figures and its sessions.",
+                || served(sessions::show),
+            )
+            .fails(&[NOT_FOUND]),
+            delete(
+                "endSession",
+                OPERATOR,
+                "Ends all sessions of a session's tree. Its requests go on, and its next one begins a \
+ new session.",
+                || served(sessions::end),
+            )
+            .fails(&[NOT_FOUND]),
+        ],
     },
     RouteInfo {
         path: "/admin/v1/waiting",

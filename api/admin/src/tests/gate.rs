@@ -185,6 +185,9 @@ fn every_route_requires_a_role() {
         PUT /admin/v1/users/{name}: operator
         DELETE /admin/v1/users/{name}: operator
         POST /admin/v1/users/{name}/forgive: operator
+        GET /admin/v1/sessions: viewer
+        GET /admin/v1/sessions/{id}: viewer
+        DELETE /admin/v1/sessions/{id}: operator
         GET /admin/v1/waiting: viewer
         GET /admin/v1/keys: viewer
         POST /admin/v1/keys: operator

@@ -13,6 +13,7 @@ mod probes;
 mod reads;
 mod recordings;
 mod replicas;
+mod sessions;
 mod settings;
 mod users;
 mod writes;

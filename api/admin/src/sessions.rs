@@ -1,0 +1,325 @@
+//! Sessions of agents and chats: what the cluster knows of each, and their trees. Names of sessions
+//! are not stored; an id is a hash.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use axum::extract::State;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use state::Registry;
+use state::command::Command;
+use state::ids::{AgentSessionKey, LogIndex, ModelKey, UserKey};
+use state::prefix::user_key;
+use state::trees::{AgentSession, SessionTree, TreesView, TurnUsage};
+
+use super::answer::{
+    Answer, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, Written, at_level, submit,
+};
+use super::bins::model_names;
+use super::problem::{invalid, not_found};
+use super::users::key_text;
+use super::{Admin, AdminState, PAGE_ENTRIES_MAX};
+use api::error::Problem;
+
+/// A session.
+#[derive(Serialize, JsonSchema)]
+struct SessionDetail {
+    /// Hash of the user's key and the session's name, 16 hex digits.
+    id: String,
+    /// Session that started it; `null`: it is a root.
+    parent: Option<String>,
+    /// Root of its tree; a root's own id.
+    root: String,
+    /// Name of the user who pays; `null`: the user is no longer known.
+    user: Option<String>,
+    user_key: String,
+    /// Model of the first turn; `null`: no backend names it any more.
+    model: Option<String>,
+    /// Backend of the last turn; `null`: it was removed or replaced.
+    home: Option<String>,
+    /// Time since the first turn began, in milliseconds.
+    age_ms: u64,
+    /// Time since a turn last began or ended, in milliseconds.
+    idle_ms: u64,
+    /// Number of turns that ended.
+    turns: u32,
+    /// Number of tokens of the last turn, prompt and output.
+    tokens: u64,
+    usage: TurnTokens,
+}
+
+/// Tokens of turns that ended.
+#[derive(Serialize, JsonSchema)]
+struct TurnTokens {
+    /// Prompt tokens that engines computed.
+    input_uncached: u64,
+    /// Prompt tokens that engines found in their caches.
+    input_cached: u64,
+    output: u64,
+    /// Cached part of the prompt tokens; `null`: there were none.
+    hit_percent: Option<f64>,
+}
+
+impl TurnTokens {
+    fn of(usage: &TurnUsage) -> Self {
+        let input = usage.input();
+        let share = || usage.input_cached as f64 / input as f64;
+        Self {
+            input_uncached: usage.input_uncached,
+            input_cached: usage.input_cached,
+            output: usage.output,
+            hit_percent: (input > 0).then(|| (share() * 1000.0).round() / 10.0),
+        }
+    }
+}
+
+#[derive(Serialize, JsonSchema)]
+pub(super) struct SessionList {
+    index: LogIndex,
+    /// Number of all sessions, whatever the query asks for.
+    sessions_total: usize,
+    /// Number of all trees.
+    trees_total: usize,
+    /// The session used last comes first.
+    sessions: Vec<SessionDetail>,
+    /// Value of `cursor` for the next page; absent at the end. A session that is used meanwhile
+    /// moves to the first page.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_cursor: Option<String>,
+}
+
+/// A tree of sessions. Its figures include sessions that have ended.
+#[derive(Serialize, JsonSchema)]
+pub(super) struct TreeResponse {
+    index: LogIndex,
+    /// Id of its root.
+    root: String,
+    /// Name of the user who pays; `null`: the user is no longer known.
+    user: Option<String>,
+    user_key: String,
+    /// Time since its first turn began, in milliseconds.
+    age_ms: u64,
+    /// Number of turns that ended.
+    turns: u64,
+    usage: TurnTokens,
+    /// Number of sessions that have not ended.
+    sessions_total: u32,
+    /// These sessions, a parent before its children and the oldest first; at most 1000.
+    sessions: Vec<SessionDetail>,
+}
+
+/// Query parameters of the list.
+#[derive(Debug, Clone, Default, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct SessionQuery {
+    /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
+    /// committed before.
+    read: ReadLevel,
+    /// Only sessions of this user, by name.
+    user: Option<String>,
+    /// Only sessions whose last turn was at this backend.
+    backend: Option<String>,
+    /// Maximum number of entries; 100 if absent.
+    #[schemars(range(min = 1, max = PAGE_ENTRIES_MAX))]
+    limit: Option<usize>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+}
+
+/// Position of a session in the list: sessions used later come before it.
+type Position = (u64, AgentSessionKey);
+
+/// What makes names of the hashes in sessions.
+struct SessionNaming {
+    users: BTreeMap<UserKey, String>,
+    models: BTreeMap<ModelKey, String>,
+    registry: Arc<Registry>,
+    now_ms: u64,
+}
+
+impl SessionNaming {
+    fn of(admin: &Admin, keys: BTreeSet<UserKey>) -> Self {
+        let registry = admin.view.registry();
+        let mut users = BTreeMap::new();
+        admin.cluster.with_state(&mut |state| {
+            let named = |key: &UserKey| Some((*key, state.user(*key)?.name.to_string()));
+            users = keys.iter().filter_map(named).collect();
+        });
+        Self {
+            users,
+            models: model_names(&registry),
+            registry,
+            now_ms: admin.view.now_ms(),
+        }
+    }
+
+    fn detail(&self, key: AgentSessionKey, session: &AgentSession) -> SessionDetail {
+        let mut backends = self.registry.backends.iter();
+        let home = backends.find(|it| it.handle == session.home);
+        SessionDetail {
+            id: key.to_string(),
+            parent: session.parent.map(|parent| parent.to_string()),
+            root: session.root.to_string(),
+            user: self.users.get(&session.user).cloned(),
+            user_key: key_text(session.user),
+            model: self.models.get(&session.model).cloned(),
+            home: home.map(|it| it.spec.id.clone()),
+            age_ms: self.now_ms.saturating_sub(session.begun_ms),
+            idle_ms: self.now_ms.saturating_sub(session.used_ms),
+            turns: session.turns,
+            tokens: session.tokens,
+            usage: TurnTokens::of(&session.usage),
+        }
+    }
+}
+
+pub(super) async fn list(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<SessionQuery>,
+) -> Result<Answer<SessionList>, Problem> {
+    let page = ListQuery {
+        limit: query.limit,
+        ..ListQuery::default()
+    };
+    let limit = page.limit()?;
+    let after = query.cursor.as_deref().map(position_of).transpose()?;
+    at_level(&admin, query.read).await?;
+    let (index, registry) = (admin.view.applied(), admin.view.registry());
+    let trees = admin.view.trees();
+    let user = query.user.map(|name| user_key(registry.hash_seed, &name));
+    let mut backends = registry.backends.iter();
+    let home = query.backend.map(|id| {
+        let named = backends.find(|it| it.spec.id == id);
+        named.map(|it| it.handle)
+    });
+    let mut found: Vec<(Position, &AgentSession)> = trees
+        .sessions()
+        .filter(|(_, it)| user.is_none_or(|user| it.user == user))
+        .filter(|(_, it)| home.is_none_or(|home| home == Some(it.home)))
+        .map(|(key, it)| ((it.used_ms, key), it))
+        .filter(|(position, _)| after.is_none_or(|after| *position < after))
+        .collect();
+    let has_more = found.len() > limit;
+    if has_more {
+        found.select_nth_unstable_by_key(limit, |(position, _)| std::cmp::Reverse(*position));
+        found.truncate(limit);
+    }
+    found.sort_unstable_by_key(|(position, _)| std::cmp::Reverse(*position));
+    let names = SessionNaming::of(&admin, found.iter().map(|(_, it)| it.user).collect());
+    let (sessions_total, trees_total) = trees.counts();
+    let last = found.last().filter(|_| has_more);
+    Ok(Answer(SessionList {
+        index,
+        sessions_total,
+        trees_total,
+        next_cursor: last.map(|(position, _)| cursor_text(*position)),
+        sessions: found
+            .iter()
+            .map(|((_, key), it)| names.detail(*key, it))
+            .collect(),
+    }))
+}
+
+/// Shows the tree of the session with this id.
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Answer<TreeResponse>, Problem> {
+    let id = id_of("id", &id)?;
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let trees = admin.view.trees();
+    let root = trees.root_of(id, None);
+    let tree = trees.tree(root).ok_or_else(|| unknown(id))?;
+    let names = SessionNaming::of(&admin, BTreeSet::from([tree.user]));
+    let shown = in_order(&trees, root, tree);
+    Ok(Answer(TreeResponse {
+        index,
+        root: root.to_string(),
+        user: names.users.get(&tree.user).cloned(),
+        user_key: key_text(tree.user),
+        age_ms: names.now_ms.saturating_sub(tree.begun_ms),
+        turns: tree.turns,
+        usage: TurnTokens::of(&tree.usage),
+        sessions_total: tree.sessions,
+        sessions: shown
+            .iter()
+            .map(|(key, it)| names.detail(*key, it))
+            .collect(),
+    }))
+}
+
+/// Returns the sessions of a tree, a parent before its children and the oldest first, up to
+/// [`PAGE_ENTRIES_MAX`]. A session without a known parent comes at the level of the root.
+fn in_order<'a>(
+    trees: &'a TreesView,
+    root: AgentSessionKey,
+    tree: &SessionTree,
+) -> Vec<(AgentSessionKey, &'a AgentSession)> {
+    let of_tree = trees.sessions().filter(|(_, it)| it.root == root);
+    let mut members: Vec<_> = of_tree.take(tree.sessions as usize).collect();
+    // The youngest first, as they are taken from the end.
+    members.sort_unstable_by_key(|(key, it)| std::cmp::Reverse((it.begun_ms, *key)));
+    let known: BTreeSet<_> = members.iter().map(|(key, _)| *key).collect();
+    let mut children = BTreeMap::<_, Vec<_>>::new();
+    for (key, session) in members {
+        let parent = session
+            .parent
+            .filter(|it| key != root && known.contains(it));
+        children.entry(parent).or_default().push((key, session));
+    }
+    let (mut ordered, mut next) = (Vec::new(), Vec::new());
+    while ordered.len() < PAGE_ENTRIES_MAX {
+        if let Some((key, session)) = next.pop() {
+            ordered.push((key, session));
+            next.extend(children.remove(&Some(key)).unwrap_or_default());
+        } else if let Some((_, others)) = children.pop_first() {
+            // First those without a parent, then any that clients made each other's parents.
+            next = others;
+        } else {
+            break;
+        }
+    }
+    ordered
+}
+
+/// Ends all sessions of the tree of the session with this id.
+pub(super) async fn end(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+) -> Result<Written, Problem> {
+    let id = id_of("id", &id)?;
+    let root = admin.view.trees().root_of(id, None);
+    submit(&admin, Command::EndTree { root }).await
+}
+
+fn unknown(id: AgentSessionKey) -> Problem {
+    not_found(format!("no session has the id {id}"))
+}
+
+fn id_of(field: &str, text: &str) -> Result<AgentSessionKey, Problem> {
+    hex(text).map(AgentSessionKey).ok_or_else(|| {
+        let found = format!("{text:?}, expected 16 hex digits");
+        invalid(field, found)
+    })
+}
+
+/// Reads 16 hex digits.
+fn hex(text: &str) -> Option<u64> {
+    let is_hex = text.len() == 16 && text.bytes().all(|it| it.is_ascii_hexdigit());
+    u64::from_str_radix(text, 16).ok().filter(|_| is_hex)
+}
+
+fn cursor_text((used_ms, key): Position) -> String {
+    format!("{used_ms:016x}-{key}")
+}
+
+fn position_of(cursor: &str) -> Result<Position, Problem> {
+    let read = || {
+        let (used_ms, key) = cursor.split_once('-')?;
+        Some((hex(used_ms)?, AgentSessionKey(hex(key)?)))
+    };
+    read().ok_or_else(|| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))
+}
