@@ -29,6 +29,7 @@ mod record;
 mod recover;
 mod reload;
 mod serve;
+mod sessions;
 mod settings;
 mod simulate;
 mod source;
@@ -83,6 +84,8 @@ enum CliCommand {
     Backend(backends::BackendArgs),
     /// List users; show, change or delete one
     User(users::UserArgs),
+    /// List sessions of agents; show or end a tree of them
+    Session(sessions::SessionArgs),
     /// Show where a request would go or went, and why
     Explain(explain::ExplainArgs),
     /// List the last decisions of a replica
@@ -209,6 +212,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Top(args) => block_on(top::run(args)),
         CliCommand::Backend(args) => block_on(backends::run(args)),
         CliCommand::User(args) => block_on(users::run(args)),
+        CliCommand::Session(args) => block_on(sessions::run(args)),
         CliCommand::Key(args) => block_on(keys::run(args)),
         CliCommand::Settings(command) => block_on(settings::run(command)),
         CliCommand::Record(args) => block_on(record::run(args)),
