@@ -49,7 +49,7 @@ async fn user_limits_are_read_and_written_in_config_syntax() {
         (
             r#"{"window_ms": 1000}"#,
             "limits.window_ms",
-            "limits.window_ms is an unknown key (expected one of concurrent, requests, tokens, window)",
+            "limits.window_ms is an unknown key (expected one of concurrent, concurrent_per_tree, requests, tokens, tokens_per_tree, window)",
         ),
         (
             r#"{"requests": 0}"#,

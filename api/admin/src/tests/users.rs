@@ -17,7 +17,10 @@ async fn a_user_is_replaced_as_a_whole_by_one_command() {
     let index = bench.admin.view.applied().0;
     let all = json!({
         "weight_milli": 1500,
-        "limits": { "requests": 5, "tokens": null, "concurrent": null, "window": "1m" },
+        "limits": {
+            "requests": 5, "tokens": null, "concurrent": null, "concurrent_per_tree": null,
+            "tokens_per_tree": null, "window": "1m",
+        },
         "budget": { "day": 1000, "month": null },
         "models": ["m*"],
         "cache": "group:team",
