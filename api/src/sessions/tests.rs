@@ -103,7 +103,7 @@ fn clients_of_dynamo_name_session_and_parent_and_mark_the_last_turn() {
 }
 
 #[test]
-fn headers_from_the_config_follow_those_of_known_clients_and_precede_the_body() {
+fn headers_from_the_config_come_after_known_ones_and_before_the_body() {
     let rules = [
         configured("x-chat-id", Some("x-parent-chat-id")),
         configured("session_id", None),
@@ -161,7 +161,7 @@ fn a_program_in_the_body_precedes_the_cache_key() {
 }
 
 #[test]
-fn a_name_out_of_bounds_counts_as_absent_and_is_told() {
+fn a_name_out_of_bounds_counts_as_absent() {
     let of = |fields: &[(&str, &str)], body: Option<&BodySessionNames>| {
         let (headers, mut refused) = (headers(fields), Vec::new());
         let rules = SessionRules::default();

@@ -239,6 +239,7 @@ impl LoadShared {
                 let ask = ReplayRequest {
                     uri: uri.parse().expect("a replica's url"),
                     user: HeaderValue::from_str(&user).expect("visible ascii"),
+                    session: [None, None],
                     body: turn.body.clone(),
                 };
                 self.client.stream(ask).await

@@ -5,6 +5,7 @@
 //! uses the router's parts (`state`, `api`). It starts whole replicas through the trait
 //! [`replay::ClusterUnderTest`].
 
+pub mod agents;
 pub mod connector;
 pub mod engine;
 #[cfg(feature = "fuzzing")]

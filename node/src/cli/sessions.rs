@@ -236,7 +236,18 @@ mod tests {
                 session("d", Some("gone")),
             ],
         });
-        expect![[""]].assert_eq(&spaceless(&shown(&tree)));
+        expect![[r#"
+            tree     a of 0f, 1m 1s old
+            turns    9
+            tokens   5 computed, 15 cached (75.0 % hits), 7 output
+            sessions 4 of 4
+
+            session  model  home   turns  context    hits  output    age  idle
+            a        m      gpu-1      3     4200  75.0 %       7  1m 1s    0s
+              b      m      gpu-1      3     4200  75.0 %       7  1m 1s    0s
+                c    m      gpu-1      3     4200  75.0 %       7  1m 1s    0s
+            d        m      gpu-1      3     4200  75.0 %       7  1m 1s    0s"#]]
+        .assert_eq(&spaceless(&shown(&tree)));
     }
 
     #[test]
@@ -244,6 +255,10 @@ mod tests {
         let page = json!({
             "sessions": [session("a", None)], "sessions_total": 40, "trees_total": 12,
         });
-        expect![[""]].assert_eq(&spaceless(&listed(&page)));
+        expect![[r#"
+            session  tree  user  model  home   turns  context    hits  output    age  idle
+            a        a     ada   m      gpu-1      3     4200  75.0 %       7  1m 1s    0s
+            1 of 40 sessions in 12 trees"#]]
+        .assert_eq(&spaceless(&listed(&page)));
     }
 }

@@ -1,8 +1,12 @@
+//! Tests of the table of sessions against a model, of its image, and of its items' size.
+
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::codec::item_bytes;
+use crate::command::Item;
 use crate::ids::{Incarnation, Slot};
 
 const MAX: usize = 6;
@@ -242,7 +246,7 @@ proptest! {
 }
 
 #[test]
-fn a_late_turn_of_an_ended_session_is_not_added_to_the_session_in_its_place() {
+fn a_late_turn_does_not_count_for_the_session_in_its_place() {
     let mut table = Trees::with_max(MAX);
     table.begin(&new_session(1, None, 0), 0);
     let first = table.published();
@@ -284,4 +288,29 @@ fn damaged_sections_of_sessions_are_refused() {
     twice.restore_trees(&trees).expect("the tree");
     assert!(twice.restore_trees(&trees).is_err());
     assert_eq!(twice.check_trees(), Ok(()));
+}
+
+#[test]
+fn a_turn_of_a_session_takes_few_bytes_in_the_log() {
+    let turn = |place, input_cached| {
+        Item::EndTurn(SessionTurn {
+            session: SessionRef::Place(SessionPlace(place)),
+            usage: TurnUsage {
+                input_uncached: 700,
+                input_cached,
+                output: 444,
+            },
+        })
+    };
+    let (few, most) = (8 * 1000, 8 * SESSIONS_MAX as u32);
+    assert_eq!(item_bytes(&turn(few, 16_000)), 9);
+    assert_eq!(item_bytes(&turn(most, 142_000)), 11);
+    let begin = Item::BeginSession(NewSession {
+        key: AgentSessionKey(1),
+        parent: Some(AgentSessionKey(2)),
+        user: UserKey(3),
+        model: ModelKey(4),
+        home: home(1),
+    });
+    assert_eq!(item_bytes(&begin), 36);
 }

@@ -167,7 +167,7 @@ async fn a_tree_is_shown_by_any_of_its_sessions() {
 }
 
 #[tokio::test]
-async fn a_tree_is_shown_whole_whatever_parents_clients_name() {
+async fn a_tree_is_shown_whole_in_spite_of_circular_parents() {
     let (bench, homes) = with_trees();
     // Each names the other, and a third names one that nobody began.
     begin(&bench, "eve", (20, Some(21)), homes[0]);

@@ -587,15 +587,3 @@ fn series_disappear_and_return_with_their_backend() {
     assert_eq!(shown(), [first, second]);
     bench.assert_quiet();
 }
-
-#[test]
-fn changing_cache_reports_do_not_lengthen_the_prompt() {
-    let bench = Bench::new(1);
-    let identity = bench.identify(&"a".repeat(400));
-    let (_, mut attempt) = bench.start(&identity);
-    attempt.usage(usage(100, Some(0), 1), Instant::now());
-    attempt.usage(usage(100, Some(60), 1), Instant::now());
-    attempt.usage(usage(110, Some(60), 1), Instant::now());
-    attempt.end(AttemptEnd::Finished, Instant::now());
-    assert_eq!(bench.charged(), [100, 10, 1]);
-}

@@ -187,3 +187,15 @@ fn bytes_per_token_are_learned_through_the_log() {
     assert!((7.2..8.0).contains(&of_capacity), "{of_capacity}");
     bench.assert_quiet();
 }
+
+#[test]
+fn changing_cache_reports_do_not_lengthen_the_prompt() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(400));
+    let (_, mut attempt) = bench.start(&identity);
+    attempt.usage(usage(100, Some(0), 1), Instant::now());
+    attempt.usage(usage(100, Some(60), 1), Instant::now());
+    attempt.usage(usage(110, Some(60), 1), Instant::now());
+    attempt.end(AttemptEnd::Finished, Instant::now());
+    assert_eq!(bench.charged(), [100, 10, 1]);
+}

@@ -2,7 +2,7 @@
 //! by what tools return, with pauses and with bursts of sub-agents.
 //!
 //! Lengths, pauses and bursts are those of `quorate simulate --workload agents`
-//! ([`crate::simulate::workload::agents`]). Here, prompts contain the answers that arrived, from whatever
+//! ([`crate::agents`]). Here, prompts contain the answers that arrived, from whatever
 //! engine. A session that ends is replaced by a new one.
 
 use std::cmp::Reverse;
@@ -12,11 +12,9 @@ use std::time::Duration;
 
 use super::text::passage;
 use super::trace::LengthScale;
+use crate::agents::{AgentChain, AgentTree, PROGRAMS, SUMMARY, TurnDraft, WINDOW, draw};
 use crate::engine::text::TOKEN_BYTES;
 use crate::rng::Rng;
-use crate::simulate::workload::agents::{
-    AgentChain, AgentTree, PROGRAMS, SUMMARY, TurnDraft, WINDOW, draw,
-};
 
 /// Time after which a turn without an answer is sent again.
 const AGAIN: Duration = Duration::from_secs(1);

@@ -24,7 +24,7 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
-use crate::trees::{NewSession, SESSIONS_MAX, SessionPlace, SessionRef, SessionTurn, TurnUsage};
+use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
@@ -597,29 +597,4 @@ proptest! {
         });
         prop_assert_eq!(from_bytes::<Item, DECODE_BYTES_MAX>(&to_bytes(&item)).unwrap(), item);
     }
-}
-
-#[test]
-fn a_turn_of_a_session_takes_few_bytes_in_the_log() {
-    let turn = |place, input_cached| {
-        Item::EndTurn(SessionTurn {
-            session: SessionRef::Place(SessionPlace(place)),
-            usage: TurnUsage {
-                input_uncached: 700,
-                input_cached,
-                output: 444,
-            },
-        })
-    };
-    let (few, most) = (8 * 1000, 8 * SESSIONS_MAX as u32);
-    assert_eq!(item_bytes(&turn(few, 16_000)), 9);
-    assert_eq!(item_bytes(&turn(most, 142_000)), 11);
-    let begin = Item::BeginSession(NewSession {
-        key: AgentSessionKey(1),
-        parent: Some(AgentSessionKey(2)),
-        user: UserKey(3),
-        model: ModelKey(4),
-        home: backend(1, 1),
-    });
-    assert_eq!(item_bytes(&begin), 36);
 }

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use super::agents::{AgentTree, BURST_MAX};
 use super::*;
+use crate::agents::{AgentTree, BURST_MAX};
 use crate::engine::text::words;
 use crate::replay::trace::LengthScale;
 
@@ -180,7 +180,7 @@ fn sessions_of_a_program_share_their_system_prompt() {
     for turn in &workload.turns {
         *first.entry(turn.prompt.identity.chain[15]).or_default() += 1;
     }
-    assert_eq!(first.len(), super::agents::PROGRAMS.len());
+    assert_eq!(first.len(), crate::agents::PROGRAMS.len());
 }
 
 #[test]

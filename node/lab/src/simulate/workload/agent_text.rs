@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::agents::{AgentTree, PROGRAMS, SUMMARY, TurnDraft, WINDOW};
 use super::{SimPrompt, SimTurn};
+use crate::agents::{AgentTree, PROGRAMS, SUMMARY, TurnDraft, WINDOW};
 use crate::engine::text::{TOKEN_BYTES, token_count, words};
 use crate::replay::text::passage;
 use crate::replay::trace::LengthScale;

@@ -8,7 +8,7 @@
 #[cfg(test)]
 mod agent_tests;
 mod agent_text;
-pub mod agents;
+mod agents;
 mod mix;
 #[cfg(test)]
 mod tests;
