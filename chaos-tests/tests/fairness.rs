@@ -103,6 +103,7 @@ impl Load {
             }
             let ask = ReplayRequest {
                 uri: self.targets.uri(self.replica, PATH),
+                session: [None, None],
                 user: HeaderValue::from_static(self.user),
                 body: body.into(),
             };

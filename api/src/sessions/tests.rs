@@ -221,7 +221,7 @@ fn sessions_that_are_off_have_no_names() {
 }
 
 #[test]
-fn a_name_stands_for_one_session_of_one_user_whoever_names_it() {
+fn a_name_stands_for_one_session_of_one_user() {
     let own = headers(&[("x-session-id", "p")]);
     let child = headers(&[
         ("x-quorate-session", "c"),
