@@ -1,6 +1,6 @@
 //! `random`: a candidate drawn by the request's jitter. A baseline.
 
-use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance};
+use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance, draw};
 use super::{Candidate, PolicyRequest, Reason};
 
 /// The `random` policy, which has no settings.
@@ -11,9 +11,10 @@ impl Policy for Random {
         PolicyInputs::by_load()
     }
 
-    fn ranks<'a>(&'a self, _: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
+    fn ranks<'a>(&'a self, request: &'a PolicyRequest, _: &'a [Candidate]) -> impl Ranks + use<'a> {
         ByScore {
-            score: |_: &Candidate| 0,
+            // Not equal scores, among which the home of a session would always win.
+            score: |candidate: &Candidate| !draw(request.jitter, candidate.slot),
             near: Tolerance::Equal,
             prefers_prefix: false,
             reason: Reason::Jitter,
