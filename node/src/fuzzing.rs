@@ -4,3 +4,4 @@
 pub use crate::app::fuzzing::{exchange, exchange_seeds};
 pub use crate::cli::fuzzing::{admin_answer, admin_answer_seeds};
 pub use crate::config::fuzzing::{config, config_seeds};
+pub use crate::config::import::fuzzing::{import, import_seeds};

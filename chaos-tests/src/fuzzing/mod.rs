@@ -87,6 +87,7 @@ targets! {
     api_backup_file: backup::file, backup::file_seeds;
     node_exchange: node::fuzzing::exchange, node::fuzzing::exchange_seeds;
     node_config: node::fuzzing::config, node::fuzzing::config_seeds, mutations = 60;
+    node_import: node::fuzzing::import, node::fuzzing::import_seeds, mutations = 60;
     lab_trace: lab::fuzzing::trace, lab::fuzzing::trace_seeds;
     node_admin_answer: node::fuzzing::admin_answer, node::fuzzing::admin_answer_seeds;
 }

@@ -1,7 +1,9 @@
-//! `quorate config check|print|schema|diff|apply|reload`: commands about the config.
+//! `quorate config check|print|schema|import|diff|apply|reload`: commands about the config.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use api::base::printable::escaped_lines;
 use clap::Subcommand;
 use lab::terminal;
 use serde_json::json;
@@ -10,7 +12,9 @@ use super::config_diff;
 use super::config_reload;
 use super::read::print_json;
 use super::source::ConfigSource;
-use crate::config::{ConfigErrors, foreign_variables, print, print_basic, schema};
+use crate::config::{
+    ConfigErrors, ImportKind, foreign_variables, import, print, print_basic, schema,
+};
 
 /// Operations on a config.
 #[derive(Debug, Subcommand)]
@@ -36,6 +40,14 @@ pub(super) enum ConfigCommand {
     },
     /// Print the JSON Schema of config files
     Schema,
+    /// Make a config from that of another router, with a report of what has no counterpart
+    Import {
+        /// Whose config it is
+        kind: ImportKind,
+        /// Its files; YAML if their names end in `.yaml` or `.yml`
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+    },
     /// Compare a config with a running cluster: exits 0 without differences, 1 with some
     Diff(config_diff::DiffArgs),
     /// Apply a config to a running cluster, after showing the differences
@@ -74,6 +86,15 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
             terminal::print(print(&loaded).trim_end())?;
         }
         ConfigCommand::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
+        ConfigCommand::Import { kind, files } => {
+            let imported = import(kind, &files)?;
+            terminal::print(imported.config.trim_end())?;
+            for told in imported.incomplete.iter().chain(&imported.unknown) {
+                eprintln!("warning: {}", escaped_lines(told));
+            }
+            let (carried, left) = (imported.carried, imported.left);
+            eprintln!("{carried} values carried over, {left} not: the config ends with their list");
+        }
         ConfigCommand::Diff(args) => {
             return super::block_on(async { Ok(config_diff::diff(args).await) });
         }

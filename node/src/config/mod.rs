@@ -4,7 +4,8 @@
 //! `file`, `traffic`, `admission` and `tls` define the keys, as structs, beside the settings of the
 //! code that uses them. `schema` derives
 //! from them which values a key takes, `read` merges the layers, and `check` validates what
-//! involves several keys.
+//! involves several keys. `import` makes a config from that of another router, by the tables of
+//! `others`.
 
 mod admission;
 mod certificates;
@@ -20,8 +21,10 @@ mod founding;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod identity;
+pub(crate) mod import;
 pub(crate) mod key_file;
 mod models;
+mod others;
 mod print;
 mod read;
 #[cfg(test)]
@@ -57,6 +60,7 @@ pub use error::{ConfigError, ConfigErrors, Place};
 pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig, StatefulSetConfig};
 pub(crate) use form::LogFilter;
 pub use identity::IdSource;
+pub use import::{ImportKind, Imported, import};
 pub use print::{print, print_basic};
 pub use schema::schema;
 pub use tls::{
@@ -210,10 +214,10 @@ fn read_file(path: &Path) -> Result<String, ConfigError> {
 /// Returns the environment variables of this process that another router reads, each with what takes
 /// its place here.
 #[must_use]
-pub fn foreign_variables() -> Vec<(String, &'static str)> {
+pub fn foreign_variables() -> Vec<(String, String)> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     names
-        .filter_map(|name| foreign_names::variable(&name).map(|ours| (name, ours)))
+        .filter_map(|name| others::variable(&name).map(|ours| (name, ours)))
         .collect()
 }
 

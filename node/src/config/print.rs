@@ -148,7 +148,8 @@ fn is_none(value: &Value) -> bool {
     }
 }
 
-fn toml_of(value: &Value) -> String {
+/// Returns a value as TOML.
+pub(super) fn toml_of(value: &Value) -> String {
     match value {
         Value::String(text) => toml::Value::String(text.clone()).to_string(),
         Value::Array(elements) => {

@@ -300,7 +300,7 @@ impl Settings {
             let (shown, place) = (shown(value.get_ref()), Place::File(value.span()));
             match foreign_policy(path, value.get_ref()) {
                 Some(ours) => {
-                    self.reject(path, format!("{path} is {shown}"), ours.to_owned(), place);
+                    self.reject(path, format!("{path} is {shown}"), ours, place);
                 }
                 None => self.misfit(path, &shown, schema, place),
             }
@@ -445,7 +445,7 @@ impl Settings {
 
 /// Returns the id of a backend at `url`: its host, port and prefix, with a `-` in place of every
 /// other character.
-fn backend_id(url: &str) -> String {
+pub(super) fn backend_id(url: &str) -> String {
     let place = url.split_once("://").map_or(url, |(_, place)| place);
     let id = place.replace(
         |c: char| !c.is_ascii_alphanumeric() && !"._".contains(c),
@@ -461,7 +461,7 @@ fn variable(path: &str) -> String {
 }
 
 /// Returns what to set instead of a policy of another router; `None` if `path` is no policy.
-fn foreign_policy(path: &str, value: &DeValue<'_>) -> Option<&'static str> {
+fn foreign_policy(path: &str, value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::String(name) if last(path) == "policy" => foreign_names::policy(name),
         _ => None,

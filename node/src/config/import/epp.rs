@@ -1,0 +1,134 @@
+//! `EndpointPickerConfig` of llm-d's router and, before it, of the Gateway API Inference Extension.
+//!
+//! Settings are named by their path, without `spec` and positions: `flowControl.maxRequests`. A
+//! plugin is named by its type, its parameters by `TYPE.PARAMETER`, its weight by `TYPE.weight`.
+
+use std::collections::BTreeMap;
+
+use super::source::{Fault, Setting};
+use super::yaml::{self, Node, NodeKind};
+
+/// Reads the settings of every `EndpointPickerConfig` in a file: a document of its own, or text in
+/// another one, such as a ConfigMap or the values of a chart.
+pub(super) fn read(text: &str) -> Result<Vec<Setting>, Fault> {
+    let mut settings = Vec::new();
+    let mut is_found = false;
+    for document in yaml::documents(text, 1)? {
+        configs(&document, &mut |config| {
+            is_found = true;
+            settings_of(config, &mut settings)
+        })?;
+    }
+    if !is_found {
+        let message = "no EndpointPickerConfig is in the file";
+        let expected = "YAML with `kind: EndpointPickerConfig`, also within a ConfigMap";
+        return Err(Fault::new(1, message, expected));
+    }
+    whole_weights(&mut settings);
+    Ok(settings)
+}
+
+/// Calls `found` with each config at or below `node`.
+fn configs(node: &Node, found: &mut dyn FnMut(&Node) -> Result<(), Fault>) -> Result<(), Fault> {
+    match &node.kind {
+        NodeKind::Map(_) if node.get("kind").and_then(Node::text) == Some(KIND) => found(node),
+        NodeKind::Map(entries) => entries.iter().try_for_each(|(_, it)| configs(it, found)),
+        NodeKind::List(entries) => entries.iter().try_for_each(|it| configs(it, found)),
+        NodeKind::Text(text) if text.contains('\n') && text.contains(KIND) => {
+            let mut documents = yaml::documents(text, node.line)?.into_iter();
+            documents.try_for_each(|it| configs(&it, found))
+        }
+        NodeKind::Text(_) => Ok(()),
+    }
+}
+
+const KIND: &str = "EndpointPickerConfig";
+
+fn settings_of(config: &Node, settings: &mut Vec<Setting>) -> Result<(), Fault> {
+    let mut types = BTreeMap::new();
+    for plugin in list(config, "plugins")? {
+        let kind = plugin.get("type").and_then(Node::text);
+        let Some(kind) = kind.filter(|kind| !kind.is_empty()) else {
+            let expected = "`type` with the plugin's type";
+            return Err(Fault::new(plugin.line, "a plugin has no type", expected));
+        };
+        let name = plugin.get("name").and_then(Node::text).unwrap_or(kind);
+        types.insert(name, kind);
+        settings.push(Setting::new(kind, Vec::new(), plugin.line));
+        for (key, node) in plugin.entries() {
+            match key.as_str() {
+                "type" | "name" => {}
+                "parameters" => node.leaves(kind, settings),
+                _ => node.leaves(&format!("plugins.{key}"), settings),
+            }
+        }
+    }
+    for profile in list(config, "schedulingProfiles")? {
+        for plugin in list(profile, "plugins")? {
+            let Some(name) = plugin.get("pluginRef").and_then(Node::text) else {
+                let expected = "`pluginRef` with a plugin's name";
+                return Err(Fault::new(
+                    plugin.line,
+                    "a profile's plugin has no name",
+                    expected,
+                ));
+            };
+            let kind = types.get(name).copied().unwrap_or(name);
+            let weight = plugin.get("weight").and_then(Node::text);
+            if weight.is_some() || kind.ends_with("-scorer") {
+                let weight = vec![weight.unwrap_or("1").to_owned()];
+                settings.push(Setting::new(&format!("{kind}.weight"), weight, plugin.line));
+            }
+        }
+    }
+    for (key, node) in config.entries() {
+        match key.as_str() {
+            "apiVersion" | "kind" | "metadata" | "plugins" | "schedulingProfiles" => {}
+            "featureGates" => {
+                for gate in list(config, "featureGates")? {
+                    let text = gate.text().unwrap_or_default();
+                    let (gate_name, value) = text.split_once('=').unwrap_or((text, "true"));
+                    let name = format!("featureGates.{gate_name}");
+                    settings.push(Setting::new(&name, vec![value.to_owned()], gate.line));
+                }
+            }
+            _ => node.leaves(key, settings),
+        }
+    }
+    Ok(())
+}
+
+/// Returns the entries of the list `key`, which may be missing.
+fn list<'a>(node: &'a Node, key: &str) -> Result<&'a [Node], Fault> {
+    match node.get(key).map(|it| (&it.kind, it.line)) {
+        None => Ok(&[]),
+        Some((NodeKind::List(entries), _)) => Ok(entries),
+        Some((NodeKind::Text(text), _)) if text.is_empty() => Ok(&[]),
+        Some((_, line)) => {
+            let message = format!("`{key}` is not a list");
+            Err(Fault::new(
+                line,
+                &message,
+                "a list, each entry behind a `-`",
+            ))
+        }
+    }
+}
+
+/// Multiplies all weights by the same power of ten, so that they are integers as here.
+fn whole_weights(settings: &mut [Setting]) {
+    let mut weights: Vec<_> = settings
+        .iter_mut()
+        .filter(|it| it.name.ends_with(".weight"))
+        .filter_map(|it| Some((it.values.first()?.parse::<f64>().ok()?, it)))
+        .collect();
+    let is_whole = |scale: f64| {
+        let scaled = weights.iter().map(|(weight, _)| weight * scale);
+        scaled.into_iter().all(|it| (it - it.round()).abs() < 1e-6)
+    };
+    let scales = [1.0, 10.0, 100.0];
+    let scale = scales.into_iter().find(|scale| is_whole(*scale));
+    for (weight, setting) in &mut weights {
+        setting.values = vec![format!("{}", (*weight * scale.unwrap_or(100.0)).round())];
+    }
+}

@@ -1,0 +1,55 @@
+//! Fuzz target for configs of other routers; see [`crate::fuzzing`].
+
+use clap::ValueEnum;
+
+use super::super::read;
+use super::super::read::Layers;
+use super::{ImportKind, import_texts};
+
+/// Imports a config: a line with the kind and the file's name, then its text. The result must load,
+/// unless it says what is missing, and name each unknown setting.
+pub fn import(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    let (head, text) = text.split_once('\n').unwrap_or((text, ""));
+    let (kind, name) = head.split_once(' ').unwrap_or((head, ""));
+    let Ok(kind) = ImportKind::from_str(kind, false) else {
+        return;
+    };
+    match import_texts(kind, &[(name.to_owned(), text.to_owned())]) {
+        Ok(imported) => {
+            let layers = Layers {
+                file: &imported.config,
+                ..Layers::default()
+            };
+            if let Err(errors) = read("import.toml", &layers) {
+                assert!(
+                    !imported.incomplete.is_empty(),
+                    "{errors}\n{}",
+                    imported.config
+                );
+            }
+        }
+        Err(errors) => assert!(!errors.render(true, Some(80)).is_empty()),
+    }
+}
+
+/// Returns inputs for [`import`], one for each form of file.
+#[must_use]
+pub fn import_seeds() -> Vec<Vec<u8>> {
+    let seeds = [
+        "aibrix gateway.env\nexport ROUTING_ALGORITHM=prefix-cache\nAIBRIX_X='1'\n",
+        "aibrix gateway.yaml\nkind: Deployment\nenv:\n- name: AIBRIX_PREFIX_CACHE_BLOCK_SIZE\n  \
+         value: \"128\"\n- name: POD_NAME\n  valueFrom: {}\n",
+        "smg run.sh\nA=1 smg launch --policy cache_aware --port 1 \\\n --worker-urls http://a:1 \
+         'http://b' >log & sleep 1 --x\n",
+        "vllm-router args.yaml\n- image: vllm-router\n  args: [\"--selector\", \"a=b\", \
+         \"--service-discovery\", *c]\n- command: [sh, -c, \"vllm-router --port=$P\"]\n",
+        "epp epp.yaml\ndata:\n  config: |\n    kind: EndpointPickerConfig\n    plugins:\n    - type: \
+         queue-scorer\n      parameters: {a: [b]}\n    schedulingProfiles:\n    - plugins:\n      - \
+         pluginRef: queue-scorer\n        weight: 0.5\n    featureGates: [flowControl=false]\n    \
+         flowControl:\n      maxRequests: 5k\n",
+    ];
+    seeds.map(|seed| seed.as_bytes().to_vec()).to_vec()
+}

@@ -1,0 +1,147 @@
+//! YAML as a tree of texts with their lines. Values stay as written, because each router reads them
+//! in its own way. Aliases are not followed, because they can make a small file very large.
+
+use saphyr_parser::{Event, Parser};
+
+use super::source::{Fault, Setting};
+
+/// Deepest nesting that is read.
+const DEPTH_MAX: usize = 64;
+
+/// A value in YAML.
+pub(super) struct Node {
+    pub(super) kind: NodeKind,
+    /// Its line, counted from 1.
+    pub(super) line: usize,
+}
+
+pub(super) enum NodeKind {
+    Text(String),
+    List(Vec<Node>),
+    Map(Vec<(String, Node)>),
+}
+
+impl Node {
+    pub(super) fn text(&self) -> Option<&str> {
+        match &self.kind {
+            NodeKind::Text(text) => Some(text),
+            NodeKind::List(_) | NodeKind::Map(_) => None,
+        }
+    }
+
+    /// Returns the entries of a map; none of anything else.
+    pub(super) fn entries(&self) -> &[(String, Self)] {
+        match &self.kind {
+            NodeKind::Map(entries) => entries,
+            NodeKind::Text(_) | NodeKind::List(_) => &[],
+        }
+    }
+
+    /// Returns the elements of a list; none of anything else.
+    pub(super) fn elements(&self) -> &[Self] {
+        match &self.kind {
+            NodeKind::List(elements) => elements,
+            NodeKind::Text(_) | NodeKind::Map(_) => &[],
+        }
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&Self> {
+        let mut entries = self.entries().iter();
+        entries.find(|(name, _)| name == key).map(|(_, node)| node)
+    }
+
+    /// Adds each text at or below this node, named by its path from `path`.
+    pub(super) fn leaves(&self, path: &str, settings: &mut Vec<Setting>) {
+        match &self.kind {
+            NodeKind::Text(text) => {
+                settings.push(Setting::new(path, vec![text.clone()], self.line));
+            }
+            NodeKind::List(elements) => elements.iter().for_each(|it| it.leaves(path, settings)),
+            NodeKind::Map(entries) => {
+                for (key, node) in entries {
+                    node.leaves(&format!("{path}.{key}"), settings);
+                }
+            }
+        }
+    }
+
+    /// Calls `visit` with this node and all below it.
+    pub(super) fn walk<'a>(&'a self, visit: &mut dyn FnMut(&'a Self)) {
+        visit(self);
+        self.elements().iter().for_each(|it| it.walk(visit));
+        self.entries().iter().for_each(|(_, it)| it.walk(visit));
+    }
+}
+
+/// Reads all documents of a text that begins at line `first` of its file.
+pub(super) fn documents(text: &str, first: usize) -> Result<Vec<Node>, Fault> {
+    let mut documents = Vec::new();
+    let mut open: Vec<Builder> = Vec::new();
+    for event in Parser::new_from_str(text) {
+        let (event, span) = event.map_err(|error| {
+            let line = first + error.marker().line().saturating_sub(1);
+            Fault::new(line, error.info(), "valid YAML")
+        })?;
+        let line = first + span.start.line().saturating_sub(1);
+        let done = match event {
+            Event::Scalar(text, ..) => Some(Node {
+                kind: NodeKind::Text(text.into_owned()),
+                line,
+            }),
+            Event::SequenceStart(..) | Event::MappingStart(..) => {
+                if open.len() == DEPTH_MAX {
+                    let message = format!("YAML nested more than {DEPTH_MAX} deep");
+                    return Err(Fault::new(line, &message, "less nesting"));
+                }
+                open.push(Builder::new(matches!(event, Event::MappingStart(..)), line));
+                None
+            }
+            Event::SequenceEnd | Event::MappingEnd => open.pop().map(Builder::done),
+            // Filled in elsewhere, like a variable of a shell.
+            Event::Alias(_) => Some(Node {
+                kind: NodeKind::Text("$".to_owned()),
+                line,
+            }),
+            _ => None,
+        };
+        let Some(done) = done else { continue };
+        match open.last_mut() {
+            Some(builder) => builder.add(done),
+            None => documents.push(done),
+        }
+    }
+    Ok(documents)
+}
+
+/// A list or a map that is still read.
+struct Builder {
+    node: Node,
+    /// The key whose value comes next.
+    key: Option<String>,
+}
+
+impl Builder {
+    fn new(is_map: bool, line: usize) -> Self {
+        let kind = match is_map {
+            true => NodeKind::Map(Vec::new()),
+            false => NodeKind::List(Vec::new()),
+        };
+        let (node, key) = (Node { kind, line }, None);
+        Self { node, key }
+    }
+
+    fn add(&mut self, value: Node) {
+        match (&mut self.node.kind, self.key.take()) {
+            (NodeKind::Map(entries), Some(key)) => entries.push((key, value)),
+            (NodeKind::Map(_), None) => {
+                self.key = Some(value.text().unwrap_or_default().to_owned());
+            }
+            (NodeKind::List(elements), _) => elements.push(value),
+            (NodeKind::Text(_), _) => {}
+        }
+    }
+
+    fn done(self) -> Node {
+        self.node
+    }
+}
