@@ -1,6 +1,6 @@
 //! Endpoints (address and port) to which a gateway can send a request.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, SocketAddrV4};
 
 use crate::engines::backends::EngineUrl;
 
@@ -35,6 +35,11 @@ impl OfferedEndpoints {
 /// which a gateway does not look up, or a path prefix, which a gateway does not add.
 #[must_use]
 pub fn endpoint_of(url: &str) -> Option<SocketAddr> {
+    // Most URLs are no more than that, and need no other parser.
+    let plain = url.strip_prefix("http://").and_then(|it| it.parse().ok());
+    if let Some(plain) = plain.filter(|it: &SocketAddrV4| it.port() != 0) {
+        return Some(SocketAddr::V4(plain));
+    }
     let url = EngineUrl::parse(url).ok()?;
     let host: IpAddr = url.host().parse().ok()?;
     url.has_no_prefix()
