@@ -12,8 +12,9 @@ import sys
 import time
 
 from corpus import UNIQUE, agent_body
+from gateway import picker_settings, start_gateway
 from loads import AGENT_SIZES, DIFFERENT, SIZES
-from programs import Stage
+from programs import Stage, free_ports
 from races import table
 from subjects import start_engines, start_quorate
 
@@ -29,25 +30,32 @@ def instructions(args):
     """Instructions per request in user mode, one request at a time (valgrind's callgrind)."""
     rows = [
         [size, *(f"{figure:,.0f}" for figure in (statistics.median(found), min(found), max(found)))]
-        for size, found in counted_instructions(args).items()
+        for size, found in counted_instructions(args, with_picker=True).items()
     ]
     table(["instructions a request, less those at rest", "median", "least", "most"], rows)
 
 
-def counted_instructions(args):
-    """Returns the instructions per request of each round, by kind of body."""
+def counted_instructions(args, with_picker=False):
+    """Returns the instructions per request of each round, by kind of body. `with_picker` also counts
+    requests through Envoy and the picker, if Envoy is installed. Those take 5 ms each, so that more of
+    them have a log entry of their own, and the count varies by a fifth."""
     bodies = {size: (prompts(length), REQUESTS) for size, length in SIZES.items()}
     agents = agent_bodies(AGENT_SIZES[AGENT_SIZE])
     bodies[f"agent, {AGENT_SIZE}"] = (agents, AGENT_REQUESTS)
     figures = {}
+    (picker,) = free_ports(1)
     with Stage(args, "0,1", "0,1", MEMORY if os.path.isdir(MEMORY) else None) as stage:
         counted = stage.folder / "callgrind.out"
         program = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={counted}"]
         program += ["--instr-atstart=no", str(args.quorate)]
-        subject = start_quorate(stage, start_engines(stage), program=program)
+        engines, settings = start_engines(stage), picker_settings(picker)
+        subject = start_quorate(stage, engines, program=program, settings=settings)
         pid = subject.processes[0].child.pid
-        client = http.client.HTTPConnection("127.0.0.1", subject.port, timeout=120)
-        for kind, (made, requests) in bodies.items():
+        loads = [(kind, subject.port, *of) for kind, of in bodies.items()]
+        if with_picker and (gateway := start_gateway(stage, picker)):
+            loads += [(f"picker, {size}", gateway.port, *bodies[size]) for size in SIZES]
+        for kind, port, made, requests in loads:
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
             send(client, made, WARM_UP)
             for _ in range(args.rounds):
                 idle, seconds = count(pid, counted, lambda: time.sleep(IDLE_SECONDS))

