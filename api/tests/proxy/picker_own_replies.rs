@@ -270,6 +270,27 @@ async fn only_responses_that_tell_of_an_engine_count_against_it() {
 }
 
 #[tokio::test]
+async fn a_request_that_breaks_two_engines_behind_a_gateway_is_refused() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let modes = modes(DUPLEX, DUPLEX, false);
+    for _ in 0..2 {
+        let mut talk = brought(&picking, Stage::Picked, (DUPLEX, &modes)).await;
+        let fields = [(":status", "503"), ("content-type", "text/plain")];
+        let lost = ProcessingMessage::ResponseHeaders(answer_of(&fields, true));
+        let why = because("upstream_reset_before_response_started{connection_termination}");
+        talk.say_with(lost, why).await;
+        talk.next().await;
+        talk.is_over().await;
+        fleet.is_idle().await;
+    }
+    let mut talk = picking.ask(CHAT, 1000, modes).await;
+    let (status, body) = talk.refused().await;
+    assert_eq!(status, 422, "{body}");
+    assert!(body.contains("request_breaks_backends"), "{body}");
+}
+
+#[tokio::test]
 async fn a_lost_connection_to_a_further_endpoint_counts_against_that_one() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;

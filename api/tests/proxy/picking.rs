@@ -12,11 +12,14 @@ use api::proxy::picker::ext_proc::{
     BodySendMode, CommonResponse, HeaderMap, HeaderMutation, HeaderValue, HttpBody, HttpHeaders,
     Metadata, ProcessingRequest, ProcessingResponse, ProtocolConfiguration,
 };
-use api::proxy::picker::{BodyMode, Picker, PickerMetrics, PickerServer, PickerSettings};
+use api::proxy::picker::{
+    BodyMode, Picker, PickerMessage, PickerMetrics, PickerServer, PickerSettings,
+};
 use api::proxy::{DrainResult, ProxySettings};
 use bytes::Bytes;
 use futures_util::stream::{self, BoxStream, Stream};
 use futures_util::{FutureExt as _, StreamExt as _, TryFutureExt as _};
+use prost::Message as _;
 use prost_types::value::Kind;
 use prost_types::{ListValue, Struct, Value};
 use tokio::net::TcpListener;
@@ -90,7 +93,10 @@ impl InProcessPicker {
         said: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,
     ) -> Result<BoxStream<'static, Result<ProcessingResponse, Status>>, Status> {
         let peer = http::HeaderValue::from_static("127.0.0.1");
-        Ok(self.picker.follow(said, peer)?.boxed())
+        let said = said.map(|message| message.map(|it| it.encode_to_vec().into()));
+        let heard = self.picker.follow(said, peer)?;
+        let read = |message: PickerMessage| ProcessingResponse::decode(message.encoded());
+        Ok(heard.map(move |it| it.map(|it| read(it).unwrap())).boxed())
     }
 }
 

@@ -74,17 +74,15 @@ impl SentOffer {
                     RequestOutcome::GatewayReply
                 }
             };
-            if let Some(mut request_metrics) = request_metrics.take() {
-                let why = details.unwrap_or("a 503 or 504 without an engine's headers");
-                request_metrics.fails_because(format!("the gateway's own response: {why}"));
-                request_metrics.answered(head.status);
-                request_metrics.ends(outcome);
-            }
-            return Err(StreamHalt::Replied(GatewayReply {
+            let reply = GatewayReply {
                 status: Some(head.status),
                 is_over: head.is_over,
                 details: head.details.clone(),
-            }));
+            };
+            if let Some(request_metrics) = request_metrics.take() {
+                reply.account(request_metrics, outcome);
+            }
+            return Err(StreamHalt::Replied(reply));
         }
         let failure = if head.status.is_redirection() {
             AttemptError::Redirected

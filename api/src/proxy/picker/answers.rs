@@ -11,23 +11,23 @@ use futures_util::{FutureExt as _, StreamExt as _};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
-use super::ext_proc::ProcessingResponse;
+use super::wire::PickerMessage;
 
 /// End of a stream. After an end without an error, the gateway continues without this replica.
 pub(super) type StreamEnd = Result<(), Status>;
 
 /// Messages of the picker in one stream, followed by the end of the stream.
 pub struct PickerAnswers {
-    messages: mpsc::Receiver<ProcessingResponse>,
+    messages: mpsc::Receiver<PickerMessage>,
     /// First message, if it was taken before the stream was polled.
-    first: Option<ProcessingResponse>,
+    first: Option<PickerMessage>,
     /// End of the stream; `None` once sent.
     end: Option<oneshot::Receiver<StreamEnd>>,
 }
 
 impl PickerAnswers {
     pub(super) fn new(
-        messages: mpsc::Receiver<ProcessingResponse>,
+        messages: mpsc::Receiver<PickerMessage>,
         end: oneshot::Receiver<StreamEnd>,
     ) -> Self {
         let end = Some(end);
@@ -50,13 +50,20 @@ impl PickerAnswers {
 }
 
 impl Stream for PickerAnswers {
-    type Item = Result<ProcessingResponse, Status>;
+    type Item = Result<PickerMessage, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         if let Some(first) = self.first.take() {
             return Poll::Ready(Some(Ok(first)));
         }
+        if self.end.is_none() {
+            return Poll::Ready(None);
+        }
         if let Some(message) = ready!(self.messages.poll_recv(cx)) {
+            if message.is_last {
+                // The end goes with it, in one write.
+                self.end = None;
+            }
             return Poll::Ready(Some(Ok(message)));
         }
         let Some(end) = &mut self.end else {

@@ -3,15 +3,12 @@
 //! read. Until then the announced length counts toward `limits.max_held_bodies`.
 
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::{Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use tonic::Status;
-use tonic::server::NamedService;
-use tower::Service;
+use tower::BoxError;
 
 use super::Picker;
 use crate::proxy::request::request_body::HeldBodyBytes;
@@ -19,65 +16,38 @@ use crate::proxy::request::request_body::HeldBodyBytes;
 /// Length of a message's prefix: a compression flag and the length.
 const PREFIX_BYTES: usize = 5;
 
-/// A gRPC service that reads messages within bounds.
-#[derive(Clone)]
-pub(super) struct BoundedMessages<S> {
-    pub(super) service: S,
-    pub(super) picker: Arc<Picker>,
-    /// Maximum length of a message, in bytes. The decoder rejects longer ones before it allocates.
-    pub(super) message_max: usize,
-}
-
-impl<S: NamedService> NamedService for BoundedMessages<S> {
-    const NAME: &'static str = S::NAME;
-}
-
-type GrpcBody = tonic::body::Body;
-
-impl<S> Service<Request<GrpcBody>> for BoundedMessages<S>
-where
-    S: Service<Request<GrpcBody>, Response = Response<GrpcBody>>,
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = S::Future;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.service.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Request<GrpcBody>) -> S::Future {
-        let proxy = &self.picker.proxy;
-        let held_max = proxy.limits.load().held_bytes();
-        let held = HeldBodyBytes::none(&proxy.held_bytes, held_max);
-        let message_max = self.message_max;
-        let request = request.map(|messages| {
-            GrpcBody::new(CountedMessages {
-                messages,
-                count: MessageCount::new(held, message_max),
-            })
-        });
-        self.service.call(request)
-    }
-}
-
 /// Body of incoming messages, whose announced lengths are counted.
-struct CountedMessages {
-    messages: GrpcBody,
+pub(super) struct CountedMessages<B> {
+    messages: B,
     count: MessageCount,
 }
 
-impl Body for CountedMessages {
+impl<B> CountedMessages<B> {
+    pub(super) fn of(messages: B, picker: &Picker, message_max: usize) -> Self {
+        let proxy = &picker.proxy;
+        let held_max = proxy.limits.load().held_bytes();
+        let held = HeldBodyBytes::none(&proxy.held_bytes, held_max);
+        Self {
+            messages,
+            count: MessageCount::new(held, message_max),
+        }
+    }
+}
+
+impl<B: Body<Data = Bytes> + Unpin> Body for CountedMessages<B>
+where
+    B::Error: Into<BoxError>,
+{
     type Data = Bytes;
-    type Error = Status;
+    type Error = BoxError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let next = ready!(Pin::new(&mut self.messages).poll_frame(cx));
         let counted = next.map(|frame| {
-            let frame = frame?;
+            let frame = frame.map_err(Into::into)?;
             if let Some(data) = frame.data_ref() {
                 self.count.take_in(data)?;
             }
@@ -157,6 +127,7 @@ impl MessageCount {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
     use tonic::Code;

@@ -17,7 +17,10 @@ use super::ext_proc::{
     ProcessingRequest, ProtocolConfiguration,
 };
 use super::frames::MessageCount;
+use super::gateway_message::{GatewayMessage, ToldPart};
+use super::heads::HeadChange;
 use super::own_reply::ReplyCause;
+use super::wire::PickerMessage;
 use super::{BodyModes, DETAILS, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, heads, metadata};
 use crate::proxy::request::request_body::HeldBodyBytes;
 use crate::proxy::settings::ProxyLimits;
@@ -30,33 +33,36 @@ const MESSAGE_BYTES_MAX: usize = 4096;
 /// the intended result, and the frames of a stream must hold no more than they may.
 pub fn gateway_message(bytes: &[u8]) {
     count(bytes);
-    let Ok(message) = ProcessingRequest::decode(bytes) else {
+    let Ok(message) = GatewayMessage::read(&Bytes::copy_from_slice(bytes)) else {
         return;
     };
-    let told = message.metadata_context.as_ref();
+    let told = &message.metadata;
     if let OfferedEndpoints::Those(those) = metadata::offered(told) {
         assert!(those.is_sorted());
         assert!(those.len() <= metadata::HINTED_MAX, "{}", those.len());
     }
     if let Some(served) = metadata::served(told) {
-        let back = metadata::destination(&served.to_string());
+        let served = served.to_string();
+        let mut back = PickerMessage::new();
+        metadata::write_destination(&mut back, &served);
+        let back = Struct::decode(back.encoded()).expect("it is one");
         assert!(back.fields.contains_key(NAMESPACE));
     }
-    if let Some(told) = message.protocol_config {
+    if let Some(told) = message.protocol {
         drop(BodyModes::told(told));
     }
     let limits = ProxyLimits::default();
-    match &message.request {
-        Some(Request::RequestHeaders(told)) => {
+    match &message.told {
+        ToldPart::RequestHeaders(told) => {
             if let Ok(parts) = heads::request(told, &limits) {
                 head(&parts.headers, &limits);
             }
         }
-        Some(Request::ResponseHeaders(told)) => {
+        ToldPart::ResponseHeaders(told) => {
             if let Some((status, headers)) = heads::answer(told, &limits) {
                 assert!(!status.is_informational(), "{status}");
                 assert_eq!(heads::status(told), Some(status));
-                let details = metadata::details(&message.attributes);
+                let details = message.details.as_deref();
                 let cause = ReplyCause::of(status, &headers, details);
                 // An engine is never blamed for a response that is not an error.
                 let is_blamed = matches!(cause, Some(ReplyCause::Engine(_)));
@@ -100,7 +106,10 @@ fn head(from: &HeaderMap, limits: &ProxyLimits) {
     }
     to.insert("x-quorate-new", HeaderValue::from_static("new"));
     let mut changed = from.clone();
-    apply(&mut changed, &heads::mutation(from, &to));
+    let mut mutation = PickerMessage::new();
+    HeadChange::between(from, &to).write(&mut mutation);
+    let mutation = HeaderMutation::decode(mutation.encoded()).expect("it is one");
+    apply(&mut changed, &mutation);
     for map in [&mut changed, &mut to] {
         let own: Vec<_> = { map.keys() }
             .filter(|name| heads::is_gateways(name))

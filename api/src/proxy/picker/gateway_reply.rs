@@ -2,8 +2,9 @@
 
 use http::StatusCode;
 
-use super::ext_proc::HttpHeaders;
+use super::gateway_message::ToldHead;
 use super::heads;
+use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
 
 /// A response that the gateway made before any endpoint was sent to it, or in place of an engine's.
 #[derive(Debug)]
@@ -17,11 +18,21 @@ pub(super) struct GatewayReply {
 }
 
 impl GatewayReply {
-    pub(super) fn of(told: &HttpHeaders, details: Option<String>) -> Self {
+    pub(super) fn of(told: &ToldHead, details: Option<String>) -> Self {
         Self {
             status: heads::status(told),
             is_over: told.end_of_stream,
             details,
         }
+    }
+
+    /// Ends the accounting of a request that got this response.
+    pub(super) fn account(&self, mut request_metrics: RequestMetricsGuard, how: RequestOutcome) {
+        let why = self.details.as_deref().unwrap_or("no reason was sent");
+        request_metrics.fails_because(format!("the gateway's own response: {why}"));
+        if let Some(status) = self.status {
+            request_metrics.answered(status);
+        }
+        request_metrics.ends(how);
     }
 }

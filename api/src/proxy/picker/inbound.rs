@@ -11,10 +11,10 @@ use http::Response;
 use http_body::{Body, Frame};
 use tonic::{Code, Status};
 
-use super::ext_proc::processing_request::Request;
-use super::ext_proc::{BodySendMode, Metadata, ProcessingRequest, ProtocolConfiguration};
+use super::ext_proc::{BodySendMode, ProtocolConfiguration};
+use super::gateway_message::{GatewayMessage, ToldPart};
 use super::gateway_reply::GatewayReply;
-use super::{BodyMode, BodyModes, metadata};
+use super::{BodyMode, BodyModes};
 use crate::error::ProxyError;
 
 /// Reason why a stream ends before the response was relayed.
@@ -53,17 +53,10 @@ impl From<ProxyError> for StreamHalt {
 }
 
 /// Returns the halt for a gateway that sent an unexpected message.
-pub(super) fn out_of_turn(request: &Request, when: &str) -> StreamHalt {
-    let request = match request {
-        Request::RequestHeaders(_) => "request_headers",
-        Request::ResponseHeaders(_) => "response_headers",
-        Request::RequestBody(_) => "request_body",
-        Request::ResponseBody(_) => "response_body",
-        Request::RequestTrailers(_) => "request_trailers",
-        Request::ResponseTrailers(_) => "response_trailers",
-    };
+pub(super) fn out_of_turn(told: &ToldPart, when: &str) -> StreamHalt {
+    let told = told.name();
     StreamHalt::Broken(Status::failed_precondition(format!(
-        "{request} arrived {when}, which no body mode allows"
+        "{told} arrived {when}, which no body mode allows"
     )))
 }
 
@@ -104,22 +97,11 @@ fn unread(why: &Status) -> StreamHalt {
 
 /// Messages of the gateway in one stream.
 pub(super) struct GatewayMessages {
-    messages: BoxStream<'static, Result<ProcessingRequest, Status>>,
-}
-
-/// One message from a gateway.
-pub(super) struct GatewayMessage {
-    pub(super) request: Request,
-    /// Metadata of the message; `None` if the gateway sends none.
-    pub(super) metadata: Option<Metadata>,
-    /// The gateway's reason for a response; `None` if it sends none.
-    pub(super) details: Option<String>,
-    /// Protocol configuration; `None` if the gateway sends none, or has sent it before.
-    pub(super) protocol: Option<ProtocolConfiguration>,
+    messages: BoxStream<'static, Result<Bytes, Status>>,
 }
 
 impl GatewayMessages {
-    pub(super) fn new(messages: BoxStream<'static, Result<ProcessingRequest, Status>>) -> Self {
+    pub(super) fn new(messages: BoxStream<'static, Result<Bytes, Status>>) -> Self {
         Self { messages }
     }
 
@@ -134,37 +116,23 @@ impl GatewayMessages {
     /// incomplete.
     pub(super) async fn gone(&mut self, may_go_on: bool) -> StreamHalt {
         match self.next().await {
-            Ok(message) => match message.request {
-                Request::RequestBody(_) if may_go_on => override_ignored(),
+            Ok(message) => match message.told {
+                ToldPart::RequestBody(_) if may_go_on => override_ignored(),
                 // For example after a timeout of its own.
-                Request::ResponseHeaders(told) => {
+                ToldPart::ResponseHeaders(told) => {
                     StreamHalt::Replied(GatewayReply::of(&told, message.details))
                 }
-                request => out_of_turn(&request, "while its response was awaited"),
+                told => out_of_turn(&told, "while its response was awaited"),
             },
             Err(halt) => halt,
         }
     }
 }
 
-fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessage, StreamHalt> {
+fn read(next: Option<Result<Bytes, Status>>) -> Result<GatewayMessage, StreamHalt> {
     let message = next.ok_or(StreamHalt::Left)?;
     let message = message.map_err(|why| unread(&why))?;
-    if message.observability_mode {
-        let why = "with observability_mode a picker cannot change anything: turn it off";
-        return Err(StreamHalt::Broken(Status::failed_precondition(why)));
-    }
-    let Some(request) = message.request else {
-        let why = "a message contains nothing that this picker knows";
-        return Err(StreamHalt::Broken(Status::invalid_argument(why)));
-    };
-    let details = metadata::details(&message.attributes).map(str::to_owned);
-    Ok(GatewayMessage {
-        request,
-        details,
-        metadata: message.metadata_context,
-        protocol: message.protocol_config,
-    })
+    GatewayMessage::read(&message).map_err(StreamHalt::Broken)
 }
 
 impl BodyModes {
@@ -200,6 +168,8 @@ pub(super) struct UploadedBody<'a> {
     pub(super) pieces: usize,
     /// Whether trailers ended the body. They need a reply.
     pub(super) has_trailers: bool,
+    /// The body, if it arrived as a whole.
+    pub(super) whole: Option<Bytes>,
     /// Reason why the body broke off, if it did.
     pub(super) halt: Option<StreamHalt>,
 }
@@ -217,29 +187,31 @@ impl<'a> UploadedBody<'a> {
             is_cut: false,
             pieces: 0,
             has_trailers: false,
+            whole: None,
             halt: None,
         }
     }
 
     fn take_in(&mut self, message: GatewayMessage) -> Result<Option<Bytes>, StreamHalt> {
-        match message.request {
-            Request::RequestBody(piece) => {
+        match message.told {
+            ToldPart::RequestBody(piece) => {
                 self.pieces += 1;
                 // Only trailers can follow a whole body, and they wait for its reply.
                 let is_whole = self.mode == BodyMode::Buffered;
                 self.is_cut = is_whole && !piece.end_of_stream;
                 self.is_over = is_whole || piece.end_of_stream;
+                self.whole = is_whole.then(|| piece.body.clone());
                 Ok(Some(piece.body))
             }
-            Request::RequestTrailers(_) => {
+            ToldPart::RequestTrailers => {
                 (self.is_over, self.has_trailers) = (true, true);
                 Ok(None)
             }
-            Request::ResponseHeaders(told) => {
+            ToldPart::ResponseHeaders(told) => {
                 let reply = GatewayReply::of(&told, message.details);
                 Err(StreamHalt::Replied(reply))
             }
-            request => Err(out_of_turn(&request, "within the body of a request")),
+            told => Err(out_of_turn(&told, "within the body of a request")),
         }
     }
 }

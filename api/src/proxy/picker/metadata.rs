@@ -1,67 +1,75 @@
 //! Metadata that gateways and pickers exchange in addition to headers.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-use prost_types::value::Kind;
-use prost_types::{Struct, Value};
-
-use super::ext_proc::Metadata;
+use super::wire::{Field, Fields, PickerMessage};
 use super::{DESTINATION, DETAILS, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE};
 use crate::routing::OfferedEndpoints;
 
 /// Maximum number of endpoints in a hint.
 pub(super) const HINTED_MAX: usize = 4096;
 
-/// Returns the endpoints that a gateway offers for a request: all, unless it names some. Values
-/// other than an address with a port are ignored.
-pub(super) fn offered(told: Option<&Metadata>) -> OfferedEndpoints {
-    let hint = value(told, SUBSET_NAMESPACE, SUBSET);
-    let Some(hint) = hint else {
+/// Number of the map in `Metadata` and in `Struct`, and of the list in `ListValue`.
+const ENTRIES: u64 = 1;
+/// Numbers of the kinds of a `Value`.
+const TEXT: u64 = 3;
+const STRUCT: u64 = 5;
+const LIST: u64 = 6;
+
+/// Returns the endpoints that a gateway offers for a request by its `Metadata`: all, unless it names
+/// some. Values other than an address with a port are ignored.
+pub(super) fn offered(told: &[u8]) -> OfferedEndpoints {
+    let Some(hint) = value(told, SUBSET_NAMESPACE, SUBSET) else {
         return OfferedEndpoints::All;
     };
-    let texts: Vec<&str> = match &hint.kind {
-        Some(Kind::ListValue(list)) => list.values.iter().filter_map(text).collect(),
-        Some(Kind::StringValue(text)) => text.split(',').map(str::trim).collect(),
-        _ => Vec::new(),
+    let texts: Vec<&str> = if let Some(list) = Fields::of(hint).bytes(LIST) {
+        let values = Fields::of(list).filter_map(|field| match field {
+            Ok((ENTRIES, Field::Bytes(value))) => text(value),
+            _ => None,
+        });
+        values.collect()
+    } else {
+        let listed = text(hint).into_iter();
+        listed.flat_map(|it| it.split(',').map(str::trim)).collect()
     };
     let endpoints = texts.iter().take(HINTED_MAX);
     OfferedEndpoints::those(endpoints.filter_map(|it| it.parse().ok()).collect())
 }
 
-/// Returns the endpoint that responded; `None` if the gateway does not report it.
-pub(super) fn served(told: Option<&Metadata>) -> Option<SocketAddr> {
+/// Returns the endpoint that responded by a gateway's `Metadata`; `None` if it does not report it.
+pub(super) fn served(told: &[u8]) -> Option<SocketAddr> {
     let served = value(told, NAMESPACE, SERVED)?;
     text(served)?.trim().parse().ok()
 }
 
-/// Returns the gateway's reason for a response; `None` if it sends none. The attributes are in a
-/// struct under the name of the gateway's filter, which its operator may choose.
-pub(super) fn details(attributes: &BTreeMap<String, Struct>) -> Option<&str> {
-    let mut found = attributes.values();
-    found.find_map(|of_filter| text(of_filter.fields.get(DETAILS)?))
+/// Returns the gateway's reason for a response by an entry of its attributes; `None` if it sends
+/// none. The attributes are in a struct under the name of the gateway's filter, which its operator
+/// may choose.
+pub(super) fn details(attributes: &[u8]) -> Option<&str> {
+    let of_filter = Fields::of(attributes).bytes(2)?;
+    text(Fields::of(of_filter).entry(ENTRIES, DETAILS)?)
 }
 
-/// Returns the metadata that names the endpoints for a request.
-pub(super) fn destination(endpoints: &str) -> Struct {
-    let of = |kind| Value { kind: Some(kind) };
-    let endpoints = of(Kind::StringValue(endpoints.to_owned()));
-    let key = DESTINATION.as_str().to_owned();
-    let inner = Struct {
-        fields: [(key, endpoints)].into(),
-    };
-    Struct {
-        fields: [(NAMESPACE.to_owned(), of(Kind::StructValue(inner)))].into(),
-    }
+/// Writes the `Struct` that names the endpoints for a request.
+pub(super) fn write_destination(message: &mut PickerMessage, endpoints: &str) {
+    message.within(ENTRIES, |entry| {
+        entry.bytes(1, NAMESPACE.as_bytes());
+        entry.within(2, |value| {
+            value.within(STRUCT, |inner| {
+                inner.within(ENTRIES, |entry| {
+                    entry.bytes(1, DESTINATION.as_str().as_bytes());
+                    entry.within(2, |value| value.bytes(TEXT, endpoints.as_bytes()));
+                });
+            });
+        });
+    });
 }
 
-fn value<'a>(told: Option<&'a Metadata>, namespace: &str, key: &str) -> Option<&'a Value> {
-    told?.filter_metadata.get(namespace)?.fields.get(key)
+fn value<'a>(told: &'a [u8], namespace: &str, key: &str) -> Option<&'a [u8]> {
+    let found = Fields::of(told).entry(ENTRIES, namespace)?;
+    Fields::of(found).entry(ENTRIES, key)
 }
 
-fn text(value: &Value) -> Option<&str> {
-    match &value.kind {
-        Some(Kind::StringValue(text)) => Some(text),
-        _ => None,
-    }
+fn text(value: &[u8]) -> Option<&str> {
+    std::str::from_utf8(Fields::of(value).bytes(TEXT)?).ok()
 }

@@ -11,8 +11,12 @@
 //! | `server` | connections, and how they are drained |
 //! | `service` | the gRPC services: external processing and health |
 //! | `frames` | bounds for incomplete messages |
+//! | `wire` | protobuf: fields of messages, read in place and written at once |
 //! | `stream` | one stream: from a request's head to the end of its response |
+//! | `opening` | the beginning of a stream: the request's head and body |
+//! | `accounting` | accounting of a request while its stream is open |
 //! | `stream_meter` | counts the open streams |
+//! | `gateway_message` | one message from a gateway |
 //! | `inbound` | messages from a gateway: their order, and the body of a request |
 //! | `heads` | heads of requests and responses in messages, and mutations of them |
 //! | `offer` | the endpoints for a request in order, and what is sent there |
@@ -23,17 +27,20 @@
 //! | `relayed_answer` | an engine's response as it is relayed |
 //! | `metadata` | what gateways and pickers exchange in addition to headers |
 
+mod accounting;
 mod answered;
 mod answers;
 mod frames;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod gateway_message;
 mod gateway_reply;
 mod heads;
 mod inbound;
 mod metadata;
 mod metrics;
 mod offer;
+mod opening;
 mod outbound;
 mod own_reply;
 mod relayed_answer;
@@ -42,6 +49,7 @@ mod service;
 mod stream;
 mod stream_meter;
 mod upload_shape;
+mod wire;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,6 +63,7 @@ use tokio_util::task::TaskTracker;
 pub use answers::PickerAnswers;
 pub use metrics::{PickedOutcome, PickerMetrics, ServedBy};
 pub use server::{PickerServer, PickerTls};
+pub use wire::PickerMessage;
 
 use super::Proxy;
 use crate::base::log_rate_limit::AddressLogLimit;

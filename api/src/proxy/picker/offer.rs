@@ -7,14 +7,17 @@ use http_body_util::BodyExt as _;
 use state::{Backend, Registry};
 use tokio::time::Instant;
 
-use super::ext_proc::HeaderMutation;
-use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages};
-use super::{DESTINATION, Picker, heads};
+use super::heads::HeadChange;
+use super::inbound::StreamHalt;
+use super::outbound::{
+    BodyOf, PIECE_BYTES_MAX, PickerMessages, request_head, request_trailers, request_whole,
+};
+use super::upload_shape::UploadShape;
+use super::{BodyMode, DESTINATION, Picker};
 use crate::admission::AdmissionRequest as _;
 use crate::engines::backends::pool::Segments;
 use crate::error::ProxyError;
 use crate::proxy::forward::attempt::{OutgoingRequest, hop};
-use crate::proxy::picker::inbound::StreamHalt;
 use crate::proxy::request::headers::{Hop, toward_engine};
 use crate::routing::{Decision, endpoint_of};
 use crate::traces::TraceHeaders;
@@ -26,9 +29,11 @@ pub(super) struct EndpointOffer {
     /// Alternatives if that endpoint is unreachable, each with the decision it stands for.
     pub(super) further: Vec<(SocketAddr, Decision)>,
     /// Mutation of the request's head.
-    pub(super) headers: HeaderMutation,
+    pub(super) headers: HeadChange,
+    /// The endpoints as a comma-separated list, the best first.
+    endpoints: String,
     /// Body for the engine.
-    pub(super) body: Segments,
+    body: Segments,
 }
 
 /// Maximum number of backends skipped for one offer because their request would differ from the
@@ -38,7 +43,7 @@ const UNLIKE_MAX: usize = 8;
 /// Request to one engine, without the body.
 struct EngineBound {
     endpoint: SocketAddr,
-    headers: HeaderMutation,
+    headers: HeadChange,
 }
 
 impl EndpointOffer {
@@ -56,37 +61,69 @@ impl EndpointOffer {
         let backend = decided(&registry, decision).ok_or(gone.clone())?;
         let first = EngineBound::of(picker, sending, (&registry, backend), trace).ok_or(gone)?;
         let further = further(picker, sending, (decision, trace), &first);
-        let mut offer = Self {
+        let mut endpoints = first.endpoint.to_string();
+        for (endpoint, _) in &further {
+            endpoints = format!("{endpoints},{endpoint}");
+        }
+        let mut headers = first.headers;
+        let value = HeaderValue::from_str(&endpoints).expect("addresses are visible ascii");
+        headers.set(DESTINATION, value);
+        let body = sending.body();
+        headers.set_length(&sending.proxied.head.headers, body.len());
+        Ok(Self {
             first: first.endpoint,
             further,
-            headers: first.headers,
-            body: sending.body(),
-        };
-        let name = &DESTINATION;
-        let endpoints = HeaderValue::from_str(&offer.endpoints());
-        let endpoints = endpoints.expect("addresses are visible ascii");
-        heads::set(&mut offer.headers, name, &endpoints);
-        let from = &sending.proxied.head.headers;
-        heads::set_length(&mut offer.headers, from, offer.body.len());
-        Ok(offer)
+            headers,
+            endpoints,
+            body,
+        })
     }
 
-    /// Returns the endpoints as a comma-separated list, the best first.
-    pub(super) fn endpoints(&self) -> String {
-        let further = self.further.iter().map(|(endpoint, _)| endpoint);
-        let all: Vec<_> = std::iter::once(&self.first).chain(further).collect();
-        let texts: Vec<_> = all.iter().map(ToString::to_string).collect();
-        texts.join(",")
+    /// Sends the gateway the endpoints and the request for them.
+    pub(super) async fn send(
+        &mut self,
+        upload: &UploadShape,
+        out: &PickerMessages,
+    ) -> Result<(), StreamHalt> {
+        let (headers, endpoints) = (&self.headers, &*self.endpoints);
+        let body = std::mem::take(&mut self.body);
+        if upload.is_bodiless {
+            return out.send(request_head(headers, endpoints)).await;
+        }
+        match upload.mode {
+            BodyMode::Duplex => {
+                out.send(request_head(headers, endpoints)).await?;
+                Self::send_body(body, upload.has_trailers, out).await?;
+            }
+            BodyMode::StreamedEarly => {
+                out.send(request_head(headers, endpoints)).await?;
+                let mut whole = Self::whole_body(body).await;
+                for _ in 0..upload.pieces {
+                    // The first piece is replaced by the whole body.
+                    let piece = std::mem::take(&mut whole);
+                    out.send(BodyOf::Request.replaced(piece)).await?;
+                }
+            }
+            BodyMode::Buffered | BodyMode::Streamed => {
+                let whole = Self::whole_body(body).await;
+                let is_changed = upload.whole.as_ref() != Some(&whole);
+                let said = request_whole(headers, endpoints, is_changed.then_some(whole));
+                return out.send(said).await;
+            }
+        }
+        match upload.has_trailers {
+            true => out.send(request_trailers()).await,
+            false => Ok(()),
+        }
     }
 
     /// Sends the body in pieces. The last piece ends the body unless trailers follow.
-    pub(super) async fn send_body(
-        body: Segments,
+    async fn send_body(
+        mut body: Segments,
         has_trailers: bool,
         out: &PickerMessages,
     ) -> Result<(), StreamHalt> {
         let mut left = body.len();
-        let mut body = body;
         if left == 0 {
             let nothing = BodyOf::Request.piece(bytes::Bytes::new(), !has_trailers);
             return out.send(nothing).await;
@@ -104,7 +141,7 @@ impl EndpointOffer {
     }
 
     /// Returns the body in one piece.
-    pub(super) async fn whole_body(body: Segments) -> bytes::Bytes {
+    async fn whole_body(body: Segments) -> bytes::Bytes {
         let Ok(collected) = body.collect().await;
         collected.to_bytes()
     }
@@ -168,7 +205,7 @@ impl EngineBound {
         let to = toward_engine(from, &HeaderValue::from_static(""), &hop);
         Some(Self {
             endpoint: endpoint_of(&backend.spec.url)?,
-            headers: heads::mutation(from, &to),
+            headers: HeadChange::between(from, &to),
         })
     }
 }

@@ -15,12 +15,10 @@ use tokio::time::timeout;
 use tonic::Status;
 
 use super::BodyMode;
-use super::ext_proc::processing_request::Request;
-use super::ext_proc::processing_response::Response as Reply;
-use super::ext_proc::{BodyResponse, HeadersResponse};
+use super::gateway_message::ToldPart;
 use super::gateway_reply::GatewayReply;
 use super::inbound::{GatewayMessages, StreamHalt, out_of_turn};
-use super::outbound::{PickerMessages, answer_trailers};
+use super::outbound::{BodyOf, PickerMessages, answer_head, answer_trailers};
 use super::relayed_answer::send_pieces;
 use crate::engines::backends::pool::SendError;
 use crate::proxy::forward::attempt::AttemptError;
@@ -60,31 +58,28 @@ pub(super) async fn let_pass(
     inbound: &mut GatewayMessages,
     out: &PickerMessages,
 ) -> Result<(), StreamHalt> {
-    out.send(Reply::ResponseHeaders(HeadersResponse::default()))
-        .await?;
+    out.send(answer_head(None)).await?;
     let mut is_over = reply.is_over;
     while !is_over {
         let Ok(message) = timeout(idle, inbound.next()).await else {
             let why = "the gateway's own response stopped";
             return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
         };
-        match message?.request {
-            Request::ResponseBody(piece) => {
+        match message?.told {
+            ToldPart::ResponseBody(piece) => {
                 is_over = piece.end_of_stream;
                 match mode {
                     BodyMode::Duplex => {
                         send_pieces(piece.body, is_over, (out, &mut held_back)).await?;
                     }
                     BodyMode::Streamed | BodyMode::StreamedEarly | BodyMode::Buffered => {
-                        let passes = Reply::ResponseBody(BodyResponse::default());
+                        let passes = BodyOf::Answer.passes();
                         out.send_within(passes, &mut held_back).await?;
                     }
                 }
             }
-            Request::ResponseTrailers(_) => return out.send(answer_trailers()).await,
-            request => {
-                return Err(out_of_turn(&request, "within the gateway's own response"));
-            }
+            ToldPart::ResponseTrailers => return out.send(answer_trailers()).await,
+            told => return Err(out_of_turn(&told, "within the gateway's own response")),
         }
     }
     Ok(())

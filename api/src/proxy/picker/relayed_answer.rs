@@ -7,17 +7,24 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use http_body::Body as _;
 use tokio::time::sleep;
 use tonic::Status;
 
 use super::BodyMode;
-use super::ext_proc::processing_request::Request;
+use super::gateway_message::{GatewayMessage, ToldPart};
 use super::inbound::{GatewayMessages, StreamHalt, out_of_turn};
 use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages, answer_trailers};
 use crate::proxy::response::answer_source::AnswerPipeWriter;
 use crate::proxy::response::response_body::{SharedResponseBody, lock};
 use crate::proxy::response::response_chunk::ResponseBodyError;
+
+/// Whether a message ended a body.
+struct BodyEnd {
+    ends: bool,
+    has_trailers: bool,
+}
 
 /// A response whose head was relayed.
 pub(super) struct RelayedAnswer {
@@ -68,13 +75,20 @@ impl RelayedAnswer {
                         break;
                     }
                 }
-                message = inbound.next(), if !is_read => match message?.request {
-                    Request::ResponseBody(piece) => {
-                        self.writer.push(piece.body);
-                        is_read = piece.end_of_stream;
+                message = inbound.next(), if !is_read => {
+                    let told = self.take_in(message?)?;
+                    (is_read, has_trailers) = (told.ends, told.has_trailers);
+                    // The end of a body often comes in a message right after its last piece, and
+                    // can then go back with it.
+                    let next = match is_read {
+                        true => None,
+                        false => inbound.next().now_or_never(),
+                    };
+                    if let Some(next) = next {
+                        let told = next.and_then(|message| self.take_in(message));
+                        let told = told.inspect_err(|_| self.count())?;
+                        (is_read, has_trailers) = (told.ends, told.has_trailers);
                     }
-                    Request::ResponseTrailers(_) => (is_read, has_trailers) = (true, true),
-                    request => return Err(out_of_turn(&request, "within the body of a response")),
                 },
             }
             if is_read {
@@ -85,6 +99,24 @@ impl RelayedAnswer {
             true => out.send(answer_trailers()).await,
             false => Ok(()),
         }
+    }
+
+    /// Takes in what a message tells of a body that streams.
+    fn take_in(&self, message: GatewayMessage) -> Result<BodyEnd, StreamHalt> {
+        let (ends, has_trailers) = match message.told {
+            ToldPart::ResponseBody(piece) => {
+                self.writer.push(piece.body);
+                (piece.end_of_stream, false)
+            }
+            ToldPart::ResponseTrailers => (true, true),
+            told => return Err(out_of_turn(&told, "within the body of a response")),
+        };
+        Ok(BodyEnd { ends, has_trailers })
+    }
+
+    /// Lets the relay count what it was given before the gateway broke off.
+    fn count(&self) {
+        while let Some(Some(Ok(_))) = self.next().now_or_never() {}
     }
 
     /// Relays piece by piece with one reply each. With `is_whole`, there is only one piece.
@@ -100,23 +132,26 @@ impl RelayedAnswer {
                 message = inbound.next() => message?,
                 why = self.stalled() => return Err(broken(why)),
             };
-            match message.request {
-                Request::ResponseBody(piece) => {
-                    let passed = self
-                        .passed(piece.body, is_whole || piece.end_of_stream)
-                        .await?;
-                    let said = BodyOf::Answer.replaced(passed, None);
+            match message.told {
+                ToldPart::ResponseBody(piece) => {
+                    let is_last = is_whole || piece.end_of_stream;
+                    let passed = self.passed(piece.body.clone(), is_last).await?;
+                    let said = match passed == piece.body {
+                        true => BodyOf::Answer.passes(),
+                        false => BodyOf::Answer.replaced(passed),
+                    };
+                    let said = said.last_if(piece.end_of_stream);
                     out.send_within(said, &mut self.held_back).await?;
                     if piece.end_of_stream {
                         return Ok(());
                     }
                 }
-                Request::ResponseTrailers(_) => {
+                ToldPart::ResponseTrailers => {
                     // Nothing can follow the last piece.
-                    self.rest().await?;
+                    self.rest(&mut ReleasedBytes::default()).await?;
                     return out.send(answer_trailers()).await;
                 }
-                request => return Err(out_of_turn(&request, "within the body of a response")),
+                told => return Err(out_of_turn(&told, "within the body of a response")),
             }
         }
     }
@@ -142,11 +177,12 @@ impl RelayedAnswer {
             return Ok(piece);
         }
         self.writer.push(piece);
-        let mut passed = BytesMut::from(&*self.ready()?);
+        let mut passed = ReleasedBytes::default();
+        self.ready(&mut passed)?;
         if is_last || lock(&self.answer).is_withholding() {
-            passed.extend_from_slice(&self.rest().await?);
+            self.rest(&mut passed).await?;
         }
-        Ok(passed.freeze())
+        Ok(passed.into())
     }
 
     fn poll(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, ResponseBodyError>>> {
@@ -164,23 +200,49 @@ impl RelayedAnswer {
     }
 
     /// Takes the bytes that the relay has released so far.
-    fn ready(&self) -> Result<Bytes, StreamHalt> {
-        let mut passed = BytesMut::new();
+    fn ready(&self, passed: &mut ReleasedBytes) -> Result<(), StreamHalt> {
         let mut cx = Context::from_waker(Waker::noop());
         while let Poll::Ready(Some(piece)) = self.poll(&mut cx) {
-            passed.extend_from_slice(&piece.map_err(broken)?);
+            passed.add(piece.map_err(broken)?);
         }
-        Ok(passed.freeze())
+        Ok(())
     }
 
-    /// Ends the input, waits for the end of the response, and returns everything up to it.
-    async fn rest(&self) -> Result<Bytes, StreamHalt> {
+    /// Ends the input, waits for the end of the response, and takes everything up to it.
+    async fn rest(&self, passed: &mut ReleasedBytes) -> Result<(), StreamHalt> {
         self.writer.end();
-        let mut passed = BytesMut::new();
         while let Some(piece) = self.next().await {
-            passed.extend_from_slice(&piece.map_err(broken)?);
+            passed.add(piece.map_err(broken)?);
         }
-        Ok(passed.freeze())
+        Ok(())
+    }
+}
+
+/// Bytes that the relay has released. Most often it is one piece, which needs no copy.
+#[derive(Default)]
+struct ReleasedBytes {
+    first: Bytes,
+    whole: BytesMut,
+}
+
+impl ReleasedBytes {
+    fn add(&mut self, piece: Bytes) {
+        if self.first.is_empty() && self.whole.is_empty() {
+            self.first = piece;
+            return;
+        }
+        self.whole
+            .extend_from_slice(&std::mem::take(&mut self.first));
+        self.whole.extend_from_slice(&piece);
+    }
+}
+
+impl From<ReleasedBytes> for Bytes {
+    fn from(released: ReleasedBytes) -> Self {
+        match released.whole.is_empty() {
+            true => released.first,
+            false => released.whole.freeze(),
+        }
     }
 }
 
@@ -198,8 +260,8 @@ pub(super) async fn send_pieces(
     match passed.is_empty() && !ends {
         true => Ok(()),
         false => {
-            out.send_within(BodyOf::Answer.piece(passed, ends), left)
-                .await
+            let piece = BodyOf::Answer.piece(passed, ends).last_if(ends);
+            out.send_within(piece, left).await
         }
     }
 }

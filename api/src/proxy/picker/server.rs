@@ -14,19 +14,14 @@ use futures_util::future::BoxFuture;
 use http::HeaderValue;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tonic::service::Routes;
-use tonic_health::pb::health_server::HealthServer;
 
 use super::Picker;
-use super::ext_proc::external_processor_server::ExternalProcessorServer;
-use super::frames::BoundedMessages;
 use super::service::PickerService;
 use crate::engines::backends::pool::prepare;
 use crate::net::bounded_listener::{BoundedConnection, BoundedListener};
@@ -44,8 +39,6 @@ const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 /// Maximum length of a message without its body, in bytes.
 const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
-/// Maximum length of a health request, in bytes: it contains a service name.
-const HEALTH_BYTES_MAX: usize = 4096;
 
 /// Response to a gateway that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
@@ -217,8 +210,8 @@ impl GatewayConnection {
             Err(_) => return,
         };
         let builder = self.builder();
-        let service = TowerToHyperService::new(self.routes());
-        let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let stream = TokioIo::new(stream);
+        let mut connection = pin!(builder.serve_connection(stream, self.service()));
         let ended = tokio::select! {
             biased;
             ended = connection.as_mut() => ended,
@@ -265,6 +258,8 @@ impl GatewayConnection {
         let mut builder = http2::Builder::new(TokioExecutor::new());
         builder
             .timer(TokioTimer::new())
+            // Of no use in gRPC.
+            .auto_date_header(false)
             .max_concurrent_streams(u32::try_from(streams_max).unwrap_or(u32::MAX))
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
@@ -273,27 +268,15 @@ impl GatewayConnection {
         builder
     }
 
-    fn routes(&self) -> Routes {
+    fn service(&self) -> PickerService {
         let peer = HeaderValue::from_str(&self.peer.to_string());
-        let service = PickerService {
+        let body_max = self.picker.proxy.limits.load().body_bytes_max;
+        let body_max = usize::try_from(body_max).unwrap_or(usize::MAX);
+        PickerService {
             picker: Arc::clone(&self.picker),
             peer: peer.expect("an address is visible ascii"),
             drain: self.drain.clone(),
-        };
-        let body_max = self.picker.proxy.limits.load().body_bytes_max;
-        let body_max = usize::try_from(body_max).unwrap_or(usize::MAX);
-        let message_max = body_max.saturating_add(MESSAGE_EXTRA_BYTES);
-        let processing = ExternalProcessorServer::new(service.clone());
-        let processing = processing
-            .max_decoding_message_size(message_max)
-            .max_encoding_message_size(message_max);
-        let processing = BoundedMessages {
-            service: processing,
-            picker: Arc::clone(&self.picker),
-            message_max,
-        };
-        Routes::new(processing)
-            .add_service(HealthServer::new(service).max_decoding_message_size(HEALTH_BYTES_MAX))
-            .prepare()
+            message_max: body_max.saturating_add(MESSAGE_EXTRA_BYTES),
+        }
     }
 }

@@ -3,27 +3,37 @@
 //! Every ready replica reports that it is serving, whether it leads or not. All of them pick, with
 //! or without a quorum.
 
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use futures_util::stream::{self, Stream};
-use http::HeaderValue;
+use futures_util::{FutureExt as _, StreamExt as _};
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Response as HttpResponse};
+use hyper::body::Incoming;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::body::Body as GrpcBody;
+use tonic::codec::{EncodeBody, SingleMessageCompressionOverride, Streaming};
+use tonic::metadata::GRPC_CONTENT_TYPE;
+use tonic::{Request, Response, Status};
 use tonic_health::pb::health_check_response::ServingStatus;
-use tonic_health::pb::health_server::Health as HealthService;
+use tonic_health::pb::health_server::{Health as HealthService, HealthServer};
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
+use tower::Service as _;
 
-use super::ext_proc::ProcessingRequest;
-use super::ext_proc::external_processor_server::ExternalProcessor;
+use super::ext_proc::external_processor_server::SERVICE_NAME;
+use super::frames::CountedMessages;
 use super::inbound::GatewayMessages;
 use super::outbound::PickerMessages;
 use super::stream::PickerStream;
 use super::stream_meter::StreamMeter;
+use super::wire::WholeMessages;
 use super::{Picker, PickerAnswers};
 
 /// Maximum number of messages in a stream that wait for the gateway.
@@ -33,12 +43,12 @@ const WATCH_EVERY: Duration = Duration::from_millis(500);
 
 /// Services whose health is this replica's readiness: the whole server (an empty name), a name for
 /// readiness probes of Kubernetes, and external processing.
-const READINESS: [&str; 3] = [
-    "",
-    "readiness",
-    "envoy.service.ext_proc.v3.ExternalProcessor",
-];
+const READINESS: [&str; 3] = ["", "readiness", SERVICE_NAME];
 const LIVENESS: &str = "liveness";
+/// Path of external processing.
+const PROCESS: &str = "/envoy.service.ext_proc.v3.ExternalProcessor/Process";
+/// Maximum length of a health request, in bytes: it contains a service name.
+const HEALTH_BYTES_MAX: usize = 4096;
 
 /// The gRPC services on one connection of a gateway.
 #[derive(Clone)]
@@ -48,17 +58,20 @@ pub(super) struct PickerService {
     pub(super) peer: HeaderValue,
     /// Cancelled when this replica stops. This ends all health watches.
     pub(super) drain: CancellationToken,
+    /// Maximum length of a message, in bytes. The decoder rejects longer ones before it allocates.
+    pub(super) message_max: usize,
 }
 
 impl Picker {
     /// Serves a stream of the gateway at `peer` in its own task and returns the other side of the
-    /// stream. Dropping that side means that the gateway has left.
+    /// stream. Dropping that side means that the gateway has left. `messages` are encoded
+    /// `ProcessingRequest`s.
     ///
     /// # Errors
     /// Returns `RESOURCE_EXHAUSTED` if the maximum number of streams is open.
     pub fn follow(
         self: &Arc<Self>,
-        messages: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,
+        messages: impl Stream<Item = Result<Bytes, Status>> + Send + 'static,
         peer: HeaderValue,
     ) -> Result<PickerAnswers, Status> {
         let meter = StreamMeter::open(self)?;
@@ -74,8 +87,10 @@ impl Picker {
             peer,
             answers: self.settings.bodies,
         };
+        // Kilobytes, which a task would move several times.
+        let stream = Box::pin(stream.run(meter));
         self.tasks.spawn(async move {
-            let how = stream.run(meter).await;
+            let how = stream.await;
             // A gateway that has left needs no end.
             let _: Result<(), _> = end.send(how);
         });
@@ -96,17 +111,49 @@ impl Picker {
     }
 }
 
-#[tonic::async_trait]
-impl ExternalProcessor for PickerService {
-    type ProcessStream = PickerAnswers;
+type GrpcResponse = HttpResponse<GrpcBody>;
 
-    async fn process(
-        &self,
-        request: Request<Streaming<ProcessingRequest>>,
-    ) -> Result<Response<Self::ProcessStream>, Status> {
-        let messages = request.into_inner();
-        let answers = self.picker.follow(messages, self.peer.clone())?;
-        Ok(Response::new(answers.begun().await?))
+impl PickerService {
+    /// Serves one call of a gateway.
+    fn serve(&self, request: http::Request<Incoming>) -> BoxFuture<'static, GrpcResponse> {
+        if request.uri().path() != PROCESS {
+            // It knows its own methods, and rejects any other.
+            let health = HealthServer::new(self.clone());
+            let mut health = health.max_decoding_message_size(HEALTH_BYTES_MAX);
+            let responds = health.call(request);
+            return responds.map(|Ok(response)| response).boxed();
+        }
+        let messages = CountedMessages::of(request.into_body(), &self.picker, self.message_max);
+        let longest = Some(self.message_max);
+        let messages = Streaming::new_request(WholeMessages, messages, None, longest);
+        let answers = self.picker.follow(messages, self.peer.clone());
+        async move {
+            let begun = match answers {
+                Ok(answers) => answers.begun().await,
+                Err(refused) => Err(refused),
+            };
+            begun.map_or_else(Status::into_http, |answers| {
+                let uncompressed = SingleMessageCompressionOverride::default();
+                let messages =
+                    EncodeBody::new_server(WholeMessages, answers, None, uncompressed, longest);
+                let mut response = HttpResponse::new(GrpcBody::new(messages));
+                response
+                    .headers_mut()
+                    .insert(CONTENT_TYPE, GRPC_CONTENT_TYPE);
+                response
+            })
+        }
+        .boxed()
+    }
+}
+
+impl hyper::service::Service<http::Request<Incoming>> for PickerService {
+    type Response = GrpcResponse;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<GrpcResponse, Infallible>>;
+
+    fn call(&self, request: http::Request<Incoming>) -> Self::Future {
+        self.serve(request).map(Ok).boxed()
     }
 }
 

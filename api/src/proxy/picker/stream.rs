@@ -6,52 +6,40 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use http::request::Parts;
-use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
-use state::ids::{LogIndex, UserKey};
-use tokio::time::{Instant, timeout, timeout_at};
+use http::{HeaderValue, Response, StatusCode, Version};
+use state::ids::LogIndex;
+use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
+use super::accounting::StreamAccounting;
 use super::answered::{AnswerHead, SentOffer};
 use super::answers::StreamEnd;
-use super::ext_proc::processing_request::Request;
-use super::ext_proc::processing_response::Response as Reply;
+use super::gateway_message::ToldPart;
 use super::gateway_reply::GatewayReply;
-use super::inbound::{
-    GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored, override_not_allowed,
-};
+use super::heads::{self, HeadChange};
+use super::inbound::{GatewayMessages, StreamHalt, out_of_turn, override_ignored};
 use super::metrics::PickedOutcome;
 use super::offer::EndpointOffer;
-use super::outbound::{
-    BodyOf, PickerMessages, answer_head, immediate, request_head, request_head_waits,
-    request_trailers, untaken,
-};
-use super::own_reply;
+use super::outbound::{PickerMessages, answer_head, immediate, request_trailers, untaken};
 use super::relayed_answer::RelayedAnswer;
 use super::stream_meter::StreamMeter;
 use super::upload_shape::UploadShape;
-use super::{BodyMode, BodyModes, Picker, heads, metadata};
+use super::wire::PickerMessage;
+use super::{BodyMode, Picker, metadata, own_reply};
 use crate::admission::AdmissionTry;
 use crate::error::{ProxyError, rescue};
-use crate::proxy::answer::{Intake, failed, local};
+use crate::proxy::answer::{failed, local};
 use crate::proxy::forward::attempt::{AttemptError, OutgoingRequest, PendingAttempt};
 use crate::proxy::forward::blame::report_status;
 use crate::proxy::forward::log_order::known_at;
-use crate::proxy::forward::request_context::{
-    ArrivedRequest, ProxiedRequest, begin_trace, trace_id,
-};
+use crate::proxy::forward::request_context::ProxiedRequest;
 use crate::proxy::forward::{admit, excluded_at_first, hidden, prepare, relay};
 use crate::proxy::listen::answer_body::AnswerBody;
 use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
-use crate::proxy::request::dialect::Dialect;
-use crate::proxy::request::headers::request_id;
-use crate::proxy::request::request_body::HeldBodyBytes;
-use crate::proxy::request::routes::unslashed;
 use crate::proxy::request::usage_options::WantedUsage;
 use crate::proxy::response::answer_source::{AnswerSource, handed};
 use crate::proxy::response::response_body::lock;
-use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints, RequestStages};
-use crate::traces::RequestTrace;
+use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints};
 
 /// One stream of a gateway, which carries one request.
 pub(super) struct PickerStream {
@@ -62,46 +50,6 @@ pub(super) struct PickerStream {
     pub(super) peer: HeaderValue,
     /// Mode in which the gateway sends the body of a response.
     pub(super) answers: BodyMode,
-}
-
-/// Accounting of a request while its stream is open.
-struct StreamAccounting {
-    /// Guard of the metrics; `None` before the request's head, and once the response has begun.
-    request_metrics: Option<RequestMetricsGuard>,
-    user: Option<UserKey>,
-    dialect: Dialect,
-    id: HeaderValue,
-    /// List of the request headers without effect, if any.
-    ignored: Option<HeaderValue>,
-}
-
-/// Content of a stream's first message.
-struct StreamOpening {
-    head: Parts,
-    /// Whether the path lost a slash at its end.
-    is_unslashed: bool,
-    is_bodiless: bool,
-    endpoints: OfferedEndpoints,
-    /// Trace of the request; `None` without tracing.
-    trace: Option<Arc<RequestTrace>>,
-}
-
-impl StreamAccounting {
-    /// Creates the accounting of a stream whose first message is still to come.
-    fn new() -> Self {
-        Self {
-            request_metrics: None,
-            user: None,
-            dialect: Dialect::OpenAi,
-            id: request_id(&HeaderMap::new()),
-            ignored: None,
-        }
-    }
-
-    fn request_metrics(&mut self) -> &mut RequestMetricsGuard {
-        let request_metrics = self.request_metrics.as_mut();
-        request_metrics.expect("it is handed over when the answer begins, and asked for before")
-    }
 }
 
 impl PickerStream {
@@ -147,13 +95,8 @@ impl PickerStream {
                 if meter.outcome != PickedOutcome::Picked {
                     meter.outcome = PickedOutcome::Passed;
                 }
-                if let Some(mut request_metrics) = request_metrics {
-                    let why = reply.details.as_deref().unwrap_or("no reason was sent");
-                    request_metrics.fails_because(format!("the gateway's own response: {why}"));
-                    if let Some(status) = reply.status {
-                        request_metrics.answered(status);
-                    }
-                    request_metrics.ends(RequestOutcome::GatewayReply);
+                if let Some(request_metrics) = request_metrics {
+                    reply.account(request_metrics, RequestOutcome::GatewayReply);
                 }
                 return self.let_pass(&reply).await;
             }
@@ -167,13 +110,13 @@ impl PickerStream {
         };
         meter.outcome = PickedOutcome::Answered;
         let mut response = response.map(AnswerBody::into_local);
-        let told = (accounting.ignored, accounting.user);
+        let told = (accounting.ignored.take(), accounting.user);
         proxy.sign(
             response.headers_mut(),
-            (accounting.dialect, accounting.id),
+            (accounting.dialect, accounting.id()),
             told,
         );
-        ended(self.out.send(immediate(response, details)).await)
+        ended(self.out.send(immediate(response, &details)).await)
     }
 
     /// Lets the gateway's own response pass.
@@ -205,14 +148,14 @@ impl PickerStream {
         let pending = PendingAttempt::of(attempt);
         let mut offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
         if is_unslashed {
-            heads::set_path(&mut offer.headers, &sending.uri);
+            offer.headers.set_path(&sending.uri);
         }
         // Without this limit, a gateway that accepts each message late could block for hours.
-        let told = timeout_at(sending.first_byte_by, self.tell(&offer, upload)).await;
+        let told = timeout_at(sending.first_byte_by, offer.send(&upload, &self.out)).await;
         told.unwrap_or_else(|_| Err(untaken()))?;
         pending.is_sent.store(true, Relaxed);
         meter.outcome = PickedOutcome::Picked;
-        let Ok(head) = timeout_at(sending.first_byte_by, self.answer_head(upload)).await else {
+        let Ok(head) = timeout_at(sending.first_byte_by, self.answer_head(&upload)).await else {
             return Err(is_late(pending, accounting));
         };
         let head = head?;
@@ -232,189 +175,6 @@ impl PickerStream {
         passed
             .pass(modes.answers, &mut self.inbound, &self.out)
             .await
-    }
-
-    /// Waits for the stream's first message and parses it.
-    async fn open(
-        &mut self,
-        accounting: &mut StreamAccounting,
-    ) -> Result<(StreamOpening, BodyModes), StreamHalt> {
-        let proxy = &self.picker.proxy;
-        let limit = proxy.settings.timeouts.first_request;
-        let Ok(message) = timeout(limit, self.inbound.next()).await else {
-            let why = "no request_headers came";
-            return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
-        };
-        let message = message?;
-        let settings = &self.picker.settings;
-        let modes = match message.protocol {
-            Some(protocol) => BodyModes::told(protocol)?,
-            None => BodyModes {
-                requests: settings.bodies,
-                answers: settings.bodies,
-            },
-        };
-        self.answers = modes.answers;
-        let told = match message.request {
-            Request::RequestHeaders(told) => told,
-            // A filter before this one responded, so no request comes.
-            Request::ResponseHeaders(told) => {
-                let reply = GatewayReply::of(&told, message.details);
-                return Err(StreamHalt::Replied(reply));
-            }
-            request => return Err(out_of_turn(&request, "first")),
-        };
-        accounting.request_metrics = Some(RequestMetricsGuard::open(&proxy.metrics, None));
-        let limits = **proxy.limits.load();
-        let mut head = heads::request(&told, &limits)?;
-        let unslashed = unslashed(&head.uri);
-        let is_unslashed = unslashed.is_some();
-        head.uri = unslashed.unwrap_or(head.uri);
-        accounting.id = request_id(&head.headers);
-        accounting.dialect = Dialect::of(head.uri.path());
-        accounting.ignored = proxy.requests.ignored(&head.headers);
-        let asked = (&head.method, &head.uri);
-        let trace = begin_trace(
-            &proxy.settings,
-            (asked.0, asked.1, &head.headers),
-            &accounting.id,
-        );
-        let trace_id = || trace_id(trace.as_ref(), &head.headers);
-        let access = proxy.access.begin(&accounting.id, asked, trace_id);
-        accounting.request_metrics().logs(access);
-        accounting.request_metrics().traces(trace.clone());
-        let opening = StreamOpening {
-            head,
-            is_unslashed,
-            is_bodiless: told.end_of_stream,
-            endpoints: metadata::offered(message.metadata.as_ref()),
-            trace,
-        };
-        Ok((opening, modes))
-    }
-
-    /// Receives the rest of the request and parses it.
-    async fn take_in(
-        &mut self,
-        opening: StreamOpening,
-        modes: BodyModes,
-        held: &mut HeldBodyBytes,
-        accounting: &mut StreamAccounting,
-    ) -> Result<(Arc<ProxiedRequest>, UploadShape), StreamHalt> {
-        let picker = Arc::clone(&self.picker);
-        let proxy = &picker.proxy;
-        let peer = self.peer.clone();
-        let (taken, upload) = self
-            .read((&peer, &opening), modes, held, accounting)
-            .await?;
-        let (holder, bytes) = match taken {
-            Intake::Whole(holder, bytes) => (holder, bytes),
-            Intake::Models(holder, id) => {
-                let told = proxy.models(&holder, id.as_deref())?;
-                return Err(StreamHalt::Local(Box::new(told)));
-            }
-            Intake::Stored(_) => {
-                return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
-            }
-        };
-        let requests_max = proxy.limits.load().requests();
-        accounting.request_metrics().is_read(requests_max)?;
-        let StreamOpening {
-            head,
-            endpoints,
-            trace,
-            ..
-        } = opening;
-        let arrived = ArrivedRequest {
-            head,
-            body: bytes,
-            holder,
-            request_id: accounting.id.clone(),
-            peer,
-            endpoints: Some(endpoints),
-            trace,
-        };
-        let StreamAccounting {
-            request_metrics,
-            user,
-            ..
-        } = accounting;
-        let request_metrics = request_metrics
-            .as_mut()
-            .expect("the response has not begun");
-        let parsed = proxy.parse(arrived, request_metrics, user).await;
-        let mut proxied = parsed.map_err(|failure| match failure {
-            ProxyError::BadRequest { .. } if upload.may_go_on() => override_ignored(),
-            failure => failure.into(),
-        })?;
-        if proxied.read.stages != RequestStages::Nothing {
-            // A gateway sends a request to only one engine.
-            proxied.read.stages = RequestStages::Monolithic;
-        }
-        Ok((Arc::new(proxied), upload))
-    }
-
-    /// Checks the request's head, and reads the body in the gateway's mode.
-    async fn read<'a>(
-        &mut self,
-        (peer, opening): (&'a HeaderValue, &'a StreamOpening),
-        modes: BodyModes,
-        held: &mut HeldBodyBytes,
-        accounting: &mut StreamAccounting,
-    ) -> Result<(Intake<'a>, UploadShape), StreamHalt> {
-        let is_bodiless = opening.is_bodiless;
-        let mode = match modes.requests {
-            BodyMode::Streamed => BodyMode::Buffered,
-            mode => mode,
-        };
-        if !is_bodiless {
-            match modes.requests {
-                BodyMode::Duplex | BodyMode::StreamedEarly => {}
-                // Envoy overrides no mode while the other body is in full duplex.
-                BodyMode::Streamed
-                    if !self.picker.settings.allows_overrides()
-                        || modes.answers == BodyMode::Duplex =>
-                {
-                    return Err(override_not_allowed());
-                }
-                BodyMode::Streamed => {
-                    let withheld = heads::withheld(&opening.head.headers);
-                    self.out.ask_for_whole(modes.answers, withheld).await?;
-                }
-                BodyMode::Buffered => {
-                    let withheld = heads::withheld(&opening.head.headers);
-                    self.out.send(request_head_waits(withheld)).await?;
-                }
-            }
-        }
-        let proxy = &self.picker.proxy;
-        let mut body = UploadedBody::new(&mut self.inbound, mode, is_bodiless);
-        let head = &opening.head;
-        let taken = proxy.take_in(head, peer, &mut body, held).await;
-        if let Some(halt) = body.halt.take() {
-            let halt = halt.of_upload(proxy.limits.load().body_bytes_max);
-            if let StreamHalt::Refused(_) = halt {
-                accounting.request_metrics().is_refused();
-            }
-            return Err(halt);
-        }
-        let upload = UploadShape {
-            mode,
-            is_asked_whole: modes.requests == BodyMode::Streamed,
-            is_bodiless,
-            is_cut: body.is_cut,
-            pieces: body.pieces,
-            has_trailers: body.has_trailers,
-        };
-        match taken {
-            Ok(taken) => Ok((taken, upload)),
-            // What was taken for the whole body is only its first piece.
-            Err(ProxyError::BadRequest { .. }) if upload.may_go_on() => Err(override_ignored()),
-            Err(failure) => {
-                accounting.request_metrics().is_refused();
-                Err(failure.into())
-            }
-        }
     }
 
     /// Waits for a backend as long as the gateway waits.
@@ -443,55 +203,20 @@ impl PickerStream {
         Ok((decision, attempt))
     }
 
-    /// Sends the gateway the endpoints and the request for them.
-    async fn tell(&mut self, offer: &EndpointOffer, upload: UploadShape) -> Result<(), StreamHalt> {
-        let (out, headers) = (&self.out, offer.headers.clone());
-        let endpoints = offer.endpoints();
-        let beside = metadata::destination(&endpoints);
-        if upload.is_bodiless {
-            return out.send_with(request_head(headers), Some(beside)).await;
-        }
-        let body = offer.body.clone();
-        match upload.mode {
-            BodyMode::Duplex => {
-                out.send_with(request_head(headers), Some(beside)).await?;
-                EndpointOffer::send_body(body, upload.has_trailers, out).await?;
-            }
-            BodyMode::StreamedEarly => {
-                out.send_with(request_head(headers), Some(beside)).await?;
-                let mut whole = EndpointOffer::whole_body(body).await;
-                for _ in 0..upload.pieces {
-                    // The first piece is replaced by the whole body.
-                    let piece = std::mem::take(&mut whole);
-                    out.send(BodyOf::Request.replaced(piece, None)).await?;
-                }
-            }
-            BodyMode::Buffered | BodyMode::Streamed => {
-                let whole = EndpointOffer::whole_body(body).await;
-                let said = BodyOf::Request.replaced(whole, Some(headers));
-                return out.send_with(said, Some(beside)).await;
-            }
-        }
-        match upload.has_trailers {
-            true => out.send(request_trailers()).await,
-            false => Ok(()),
-        }
-    }
-
     /// Waits for the head of the response.
-    async fn answer_head(&mut self, upload: UploadShape) -> Result<AnswerHead, StreamHalt> {
+    async fn answer_head(&mut self, upload: &UploadShape) -> Result<AnswerHead, StreamHalt> {
         let mut may_end = upload.mode == BodyMode::Buffered && !upload.is_bodiless;
         loop {
             let message = self.inbound.next().await?;
-            let told = match message.request {
-                Request::ResponseHeaders(told) => told,
-                Request::RequestTrailers(_) if may_end => {
+            let told = match message.told {
+                ToldPart::ResponseHeaders(told) => told,
+                ToldPart::RequestTrailers if may_end => {
                     may_end = false;
                     self.out.send(request_trailers()).await?;
                     continue;
                 }
-                Request::RequestBody(_) if upload.may_go_on() => return Err(override_ignored()),
-                request => return Err(out_of_turn(&request, "before response_headers")),
+                ToldPart::RequestBody(_) if upload.may_go_on() => return Err(override_ignored()),
+                told => return Err(out_of_turn(&told, "before response_headers")),
             };
             let limits = **self.picker.proxy.limits.load();
             let Some((status, headers)) = heads::answer(&told, &limits) else {
@@ -502,7 +227,7 @@ impl PickerStream {
                 status,
                 headers,
                 is_over: told.end_of_stream,
-                served: metadata::served(message.metadata.as_ref()),
+                served: metadata::served(&message.metadata),
                 details: message.details,
             });
         }
@@ -515,7 +240,7 @@ impl PickerStream {
         (decision, mut attempt, known_at): (&Decision, Attempt, LogIndex),
         head: &AnswerHead,
         accounting: &mut StreamAccounting,
-    ) -> (RelayedAnswer, Reply) {
+    ) -> (RelayedAnswer, PickerMessage) {
         let proxy = &self.picker.proxy;
         let (writer, body) = handed();
         if head.is_over {
@@ -539,10 +264,11 @@ impl PickerStream {
         let told = (accounting.ignored.take(), accounting.user);
         proxy.sign(
             response.headers_mut(),
-            (accounting.dialect, accounting.id.clone()),
+            (accounting.dialect, accounting.id()),
             told,
         );
-        let headers = answer_head(heads::mutation(&head.headers, response.headers()));
+        let change = HeadChange::between(&head.headers, response.headers());
+        let headers = answer_head(Some(&change)).last_if(head.is_over);
         let passed = RelayedAnswer {
             answer: response.into_body(),
             writer,

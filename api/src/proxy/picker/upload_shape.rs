@@ -1,9 +1,10 @@
 //! How the body of a request came to a picker.
 
+use bytes::Bytes;
+
 use super::BodyMode;
 
 /// Shape in which a request body arrived.
-#[derive(Clone, Copy)]
 pub(super) struct UploadShape {
     pub(super) mode: BodyMode,
     /// Whether the gateway was asked to send it whole although it streams by default.
@@ -13,6 +14,8 @@ pub(super) struct UploadShape {
     pub(super) is_cut: bool,
     pub(super) pieces: usize,
     pub(super) has_trailers: bool,
+    /// The body as it arrived; `None` unless it arrived in one piece.
+    pub(super) whole: Option<Bytes>,
 }
 
 impl UploadShape {

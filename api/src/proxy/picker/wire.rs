@@ -1,0 +1,228 @@
+//! Protobuf on the wire, as far as the picker needs it: the fields of a gateway's message, read in
+//! place, and a message to a gateway, written at once. `ext_proc.proto` has the numbers. A request
+//! takes ten messages; decoding them to types with a string per header, and back, took a sixth of its
+//! instructions.
+
+use bytes::{BufMut, Bytes};
+use tonic::Status;
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+
+/// Wire types of fields.
+const VARINT: u64 = 0;
+const FIXED_64: u64 = 1;
+const LENGTH: u64 = 2;
+const FIXED_32: u64 = 5;
+/// Maximum length of a number, in bytes.
+const VARINT_BYTES_MAX: usize = 10;
+/// Initial capacity of a message without its body, in bytes.
+const START_BYTES: usize = 256;
+
+/// Error of bytes that are no message.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Malformed;
+
+/// Reader of a message's fields, by number.
+#[derive(Clone, Copy)]
+pub(super) struct Fields<'a>(&'a [u8]);
+
+/// Value of a field.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Field<'a> {
+    Number(u64),
+    Bytes(&'a [u8]),
+    /// A value of a kind that no message of a gateway uses.
+    Other,
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn of(message: &'a [u8]) -> Self {
+        Self(message)
+    }
+
+    /// Returns the bytes of the first field with this number.
+    pub(super) fn bytes(mut self, number: u64) -> Option<&'a [u8]> {
+        self.find_map(|field| match field {
+            Ok((found, Field::Bytes(bytes))) if found == number => Some(bytes),
+            _ => None,
+        })
+    }
+
+    /// Returns the value under `key` in the map with this number.
+    pub(super) fn entry(mut self, number: u64, key: &str) -> Option<&'a [u8]> {
+        self.find_map(|field| match field {
+            Ok((found, Field::Bytes(entry))) if found == number => {
+                let entry = Fields(entry);
+                let is_key = entry.bytes(1) == Some(key.as_bytes());
+                is_key.then(|| entry.bytes(2).unwrap_or_default())
+            }
+            _ => None,
+        })
+    }
+
+    fn number(&mut self) -> Result<u64, Malformed> {
+        let mut number = 0;
+        for (nth, byte) in self.0.iter().take(VARINT_BYTES_MAX).enumerate() {
+            number |= u64::from(byte & 0x7f) << (7 * nth);
+            if byte & 0x80 == 0 {
+                self.0 = &self.0[nth + 1..];
+                return Ok(number);
+            }
+        }
+        Err(Malformed)
+    }
+
+    fn take(&mut self, length: u64) -> Result<&'a [u8], Malformed> {
+        let length = usize::try_from(length).map_err(|_| Malformed)?;
+        let (taken, rest) = self.0.split_at_checked(length).ok_or(Malformed)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn field(&mut self) -> Result<(u64, Field<'a>), Malformed> {
+        let key = self.number()?;
+        let value = match key & 7 {
+            VARINT => Field::Number(self.number()?),
+            LENGTH => {
+                let length = self.number()?;
+                Field::Bytes(self.take(length)?)
+            }
+            FIXED_64 => self.take(8).map(|_| Field::Other)?,
+            FIXED_32 => self.take(4).map(|_| Field::Other)?,
+            _ => return Err(Malformed),
+        };
+        Ok((key >> 3, value))
+    }
+}
+
+impl<'a> Iterator for Fields<'a> {
+    type Item = Result<(u64, Field<'a>), Malformed>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let field = self.field();
+        if field.is_err() {
+            self.0 = &[];
+        }
+        Some(field)
+    }
+}
+
+/// A message to a gateway: its fields, and the body at its end, which is not copied until it is sent.
+#[derive(Debug)]
+pub struct PickerMessage {
+    start: Vec<u8>,
+    body: Bytes,
+    /// Whether the stream ends with it.
+    pub(super) is_last: bool,
+}
+
+impl PickerMessage {
+    pub(super) fn new() -> Self {
+        Self {
+            start: Vec::with_capacity(START_BYTES),
+            body: Bytes::new(),
+            is_last: false,
+        }
+    }
+
+    /// Ends the stream with this message.
+    pub(super) fn last(self) -> Self {
+        self.last_if(true)
+    }
+
+    /// Ends the stream with this message if `is_last`.
+    pub(super) fn last_if(self, is_last: bool) -> Self {
+        Self { is_last, ..self }
+    }
+
+    pub(super) fn number(&mut self, field: u64, value: u64) {
+        put_number(&mut self.start, field << 3 | VARINT);
+        put_number(&mut self.start, value);
+    }
+
+    pub(super) fn bytes(&mut self, field: u64, value: &[u8]) {
+        self.length(field, value.len());
+        self.start.extend_from_slice(value);
+    }
+
+    /// Writes a field that is the last one of the whole message.
+    pub(super) fn ends_with(&mut self, field: u64, body: Bytes) {
+        self.length(field, body.len());
+        self.body = body;
+    }
+
+    /// Writes a field whose value is a message.
+    pub(super) fn within(&mut self, field: u64, write: impl FnOnce(&mut Self)) {
+        let begin = self.start.len();
+        write(self);
+        let end = self.start.len();
+        self.length(field, end - begin + self.body.len());
+        // The length, known only now, moves to the front. These are few bytes: the body is not here.
+        let mut length = [0; 2 * VARINT_BYTES_MAX];
+        let length = &mut length[..self.start.len() - end];
+        length.copy_from_slice(&self.start[end..]);
+        self.start.copy_within(begin..end, begin + length.len());
+        self.start[begin..][..length.len()].copy_from_slice(length);
+    }
+
+    fn length(&mut self, field: u64, length: usize) {
+        put_number(&mut self.start, field << 3 | LENGTH);
+        put_number(&mut self.start, length as u64);
+    }
+
+    /// Returns the message as it is sent.
+    #[must_use]
+    pub fn encoded(&self) -> Bytes {
+        Bytes::from([&self.start, &self.body[..]].concat())
+    }
+}
+
+fn put_number(bytes: &mut Vec<u8>, mut number: u64) {
+    while number > 0x7f {
+        bytes.push((number & 0x7f) as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+}
+
+/// Codec of whole messages: reads their bytes, and writes messages of the picker.
+pub(super) struct WholeMessages;
+
+impl Codec for WholeMessages {
+    type Encode = PickerMessage;
+    type Decode = Bytes;
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+
+impl Encoder for WholeMessages {
+    type Item = PickerMessage;
+    type Error = Status;
+
+    fn encode(&mut self, said: PickerMessage, to: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        to.reserve(said.start.len() + said.body.len());
+        to.put_slice(&said.start);
+        to.put_slice(&said.body);
+        Ok(())
+    }
+}
+
+impl Decoder for WholeMessages {
+    type Item = Bytes;
+    type Error = Status;
+
+    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
+        use bytes::Buf as _;
+        Ok(Some(from.copy_to_bytes(from.remaining())))
+    }
+}
