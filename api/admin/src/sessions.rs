@@ -139,7 +139,7 @@ struct SessionNaming {
 }
 
 impl SessionNaming {
-    fn of(admin: &Admin, keys: BTreeSet<UserKey>) -> Self {
+    fn of(admin: &Admin, keys: &BTreeSet<UserKey>) -> Self {
         let registry = admin.view.registry();
         let mut users = BTreeMap::new();
         admin.cluster.with_state(&mut |state| {
@@ -206,7 +206,8 @@ pub(super) async fn list(
         found.truncate(limit);
     }
     found.sort_unstable_by_key(|(position, _)| std::cmp::Reverse(*position));
-    let names = SessionNaming::of(&admin, found.iter().map(|(_, it)| it.user).collect());
+    let users = found.iter().map(|(_, it)| it.user).collect();
+    let names = SessionNaming::of(&admin, &users);
     let (sessions_total, trees_total) = trees.counts();
     let last = found.last().filter(|_| has_more);
     Ok(Answer(SessionList {
@@ -233,7 +234,7 @@ pub(super) async fn show(
     let trees = admin.view.trees();
     let root = trees.root_of(id, None);
     let tree = trees.tree(root).ok_or_else(|| unknown(id))?;
-    let names = SessionNaming::of(&admin, BTreeSet::from([tree.user]));
+    let names = SessionNaming::of(&admin, &BTreeSet::from([tree.user]));
     let shown = in_order(&trees, root, tree);
     Ok(Answer(TreeResponse {
         index,

@@ -7,7 +7,7 @@ pub const NAME_BYTES_MAX: usize = 256;
 
 /// Returns the name in `text`; `None` without one, or if `text` is no name. Calls `refused` in the
 /// latter case: it is no UTF-8, too long, or has control or format characters.
-pub(super) fn bounded<'a>(text: &'a [u8], refused: impl FnOnce()) -> Option<&'a str> {
+pub(super) fn bounded(text: &[u8], refused: impl FnOnce()) -> Option<&str> {
     let text = text.trim_ascii();
     if text.is_empty() {
         return None;
