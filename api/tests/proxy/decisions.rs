@@ -90,12 +90,7 @@ impl Asked {
         ];
         may(0.6, "authorization", &keys);
         may(0.2, "x-api-key", &["sk-ada", "sk-other"]);
-        may(0.3, "x-quorate-session", &["s-1", "s-2", " "]);
-        may(0.3, "x-quorate-parent-session", &["s-1", "s-3", &long]);
-        may(0.2, "x-claude-code-session-id", &["root", &long]);
-        may(0.1, "x-claude-code-agent-id", &["agent", "a\tb"]);
-        may(0.2, "x-dynamo-session-id", &["s-1"]);
-        may(0.2, "x-dynamo-session-final", &["true", "false"]);
+        session_headers(&mut may, &long);
         may(0.2, "cookie", &["a=1; sid=s-3", "sid="]);
         may(0.2, "x-quorate-priority", &["3", "-70000", " 9 ", "high"]);
         may(0.5, "x-quorate-policy", state::policy::POLICY_NAMES);
@@ -159,6 +154,16 @@ impl Asked {
         let path = format!("/admin/v1/decisions/{}", self.id);
         replica.call("GET", &path, &Value::Null).await
     }
+}
+
+/// Adds headers that may name a session, each by chance with `may`.
+fn session_headers(may: &mut impl FnMut(f64, &str, &[&str]), long: &str) {
+    may(0.3, "x-quorate-session", &["s-1", "s-2", " "]);
+    may(0.3, "x-quorate-parent-session", &["s-1", "s-3", long]);
+    may(0.2, "x-claude-code-session-id", &["root", long]);
+    may(0.1, "x-claude-code-agent-id", &["agent", "a\tb"]);
+    may(0.2, "x-dynamo-session-id", &["s-1"]);
+    may(0.2, "x-dynamo-session-final", &["true", "false"]);
 }
 
 /// Returns what both `explain` and a record contain about a backend, under the record's names.
