@@ -183,7 +183,13 @@ impl Costs<'_> {
     /// Whether this request goes to the least busy backend, to leave a copy of its prefix there.
     /// The probability is what it loses by following the prefix (the rent), divided by
     /// [`COPIES_PER_RENT`] times the cost of the copy.
+    ///
+    /// A turn that continues a session leaves none: no other request has its prefix, and its next
+    /// turn needs it in one place only.
     fn buys_copy(&self, candidates: &[Candidate]) -> bool {
+        if candidates.iter().any(|it| self.continues_at(it)) {
+            return false;
+        }
         // The high half, from another number than the one that breaks ties.
         let drawn = u128::from(mix(self.request.jitter ^ COIN) >> 32);
         // The rent is below the price of the copy, or the copy would be the cheaper choice. The
@@ -204,6 +210,17 @@ impl Costs<'_> {
         let price_ns = other.work_ns.saturating_sub(holder.work_ns);
         let price = u128::from(price_ns) * u128::from(COPIES_PER_RENT);
         copied.matched < held.matched && price * drawn < u128::from(rent_ns) << 32
+    }
+}
+
+impl Costs<'_> {
+    /// Whether the candidate is the home of the request's session and holds most of its last turn.
+    /// A prompt of which it holds less is another one under the session's name.
+    fn continues_at(&self, candidate: &Candidate) -> bool {
+        let request = self.request;
+        let held = u64::from(candidate.matched) * u64::from(request.tokens_per_block);
+        let most = request.continued_tokens / 4 * 3;
+        request.home == Some(candidate.slot) && most > 0 && held >= most
     }
 }
 

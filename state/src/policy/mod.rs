@@ -295,6 +295,9 @@ pub struct PolicyRequest {
     /// Backend of the last turn of the agent's session, or of its parent in the first turn of a
     /// sub-agent. It wins among near-equal candidates. `None` if there is none.
     pub home: Option<Slot>,
+    /// Number of tokens of the session's last turn, prompt and response; 0 in a first turn, or
+    /// without a session.
+    pub continued_tokens: u64,
     /// Number of requests that this replica has decided before, from an arbitrary start. Gathered
     /// for [`PolicyInputs::turn`].
     pub turn: u64,

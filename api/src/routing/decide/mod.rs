@@ -397,15 +397,23 @@ impl Decider {
         }
     }
 
-    /// Returns the backend of the last turn of `session`, or of its parent if it begins; `None` if
-    /// there is none, or if the backend is gone.
-    fn home(&self, fleet: &RoutingTable, session: Option<NamedSession>) -> Option<Slot> {
-        let session = session?;
+    /// Returns the backend of the last turn of `session`, or of its parent if it begins, and the
+    /// number of tokens of the session's own last turn. There is no backend without either, or if it
+    /// is gone.
+    fn home(&self, fleet: &RoutingTable, session: Option<NamedSession>) -> (Option<Slot>, u64) {
+        let Some(session) = session else {
+            return (None, 0);
+        };
         let trees = self.view.trees();
-        let known = |key| trees.session(key).map(|it| it.home);
-        let home = known(session.key).or_else(|| known(session.parent?))?;
-        let registered = fleet.registry.backend(home.slot)?;
-        (registered.handle == home).then_some(home.slot)
+        let own = trees.session(session.key);
+        let parent = || trees.session(session.parent?);
+        let is_home = |home: BackendRef| {
+            let registered = fleet.registry.backend(home.slot);
+            registered.is_some_and(|it| it.handle == home)
+        };
+        let home = own.or_else(parent).map(|it| it.home);
+        let home = home.filter(|home| is_home(*home));
+        (home.map(|it| it.slot), own.map_or(0, |it| it.tokens))
     }
 
     /// Returns the request as a policy sees it. `turn` is the round-robin counter.
@@ -416,6 +424,7 @@ impl Decider {
         needs: &PolicyInputs<'_>,
         turn: u64,
     ) -> PolicyRequest {
+        let (home, continued_tokens) = self.home(fleet, ask.session);
         PolicyRequest {
             jitter: xxh3_64(ask.request_id.as_bytes()),
             blocks: u32::try_from(matchable(ask).len()).unwrap_or(u32::MAX),
@@ -427,7 +436,8 @@ impl Decider {
             session: needs
                 .session
                 .and_then(|names| session::hash(names, ask.session_parts())),
-            home: self.home(fleet, ask.session),
+            home,
+            continued_tokens,
             turn,
             user: if needs.user_tokens {
                 let key = ask.user.key(fleet.registry.hash_seed);

@@ -10,15 +10,16 @@ use crate::routing::outbox::Outbox;
 use crate::sessions::NamedSession;
 
 impl Dispatcher {
-    /// Queues what the state does not show yet of a turn of `session` that goes to `home`. Until it
-    /// is applied, further turns queue it again, which is harmless.
+    /// Queues what the state does not show yet of a turn of `session`, if any, that goes to `home`.
+    /// Until it is applied, further turns queue it again, which is harmless.
     pub(super) fn begin_turn(
         &self,
         outbox: &mut Outbox,
-        session: NamedSession,
+        session: Option<NamedSession>,
         (user, model): (UserKey, ModelKey),
         home: BackendRef,
     ) {
+        let Some(session) = session else { return };
         let trees = self.view.trees();
         let item = match trees.session(session.key) {
             Some(known) if known.home == home => return,

@@ -24,7 +24,6 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
-use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
@@ -209,7 +208,7 @@ fn items() -> Vec<Item> {
         ended: 2,
         ..Charge::default()
     };
-    vec![
+    [
         Item::Acquire {
             attempt: 0,
             backend: backend(2, 1),
@@ -266,27 +265,10 @@ fn items() -> Vec<Item> {
             found: 1,
             computed_blocks: 300,
         }),
-        Item::BeginSession(NewSession {
-            key: AgentSessionKey(0xfeed),
-            parent: Some(AgentSessionKey(0xf00d)),
-            user: UserKey(0xbeef),
-            model: ModelKey(0xabcd),
-            home: backend(3, 2),
-        }),
-        Item::MoveSession {
-            session: SessionRef::Place(SessionPlace(1_599_999)),
-            home: backend(1, 1),
-        },
-        Item::EndTurn(SessionTurn {
-            session: SessionRef::Place(SessionPlace(9)),
-            usage: TurnUsage {
-                input_uncached: 700,
-                input_cached: 140_000,
-                output: 444,
-            },
-        }),
-        Item::EndSession(SessionRef::Key(AgentSessionKey(9))),
     ]
+    .into_iter()
+    .chain(value_tests::session_items())
+    .collect()
 }
 
 fn replies() -> Vec<Reply> {

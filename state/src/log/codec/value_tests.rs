@@ -5,7 +5,9 @@ use expect_test::expect;
 use super::tests::{envelope, hex};
 use super::*;
 use crate::command::{Command, Lane, Reply};
+use crate::ids::{AgentSessionKey, BackendRef, Incarnation, ModelKey, Slot, UserKey};
 use crate::policy::PolicyConfig;
+use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 /// Lists the bytes of each policy by name, to show whether the settings of a policy have changed or
 /// an entry was inserted before another.
@@ -56,4 +58,34 @@ fn nested_repeats_cannot_exhaust_the_stack() {
     let nested = Reply::Repeated(Box::new(Reply::Repeated(Box::new(Reply::Applied))));
     let flat = Reply::Repeated(Box::new(Reply::Applied));
     assert_eq!(decode_reply(&encode_reply(&nested)).unwrap(), flat);
+}
+
+/// Returns an item of each kind about agents' sessions.
+pub(super) fn session_items() -> Vec<Item> {
+    let backend = |slot, incarnation| BackendRef {
+        slot: Slot(slot),
+        incarnation: Incarnation(incarnation),
+    };
+    vec![
+        Item::BeginSession(NewSession {
+            key: AgentSessionKey(0xfeed),
+            parent: Some(AgentSessionKey(0xf00d)),
+            user: UserKey(0xbeef),
+            model: ModelKey(0xabcd),
+            home: backend(3, 2),
+        }),
+        Item::MoveSession {
+            session: SessionRef::Place(SessionPlace(1_599_999)),
+            home: backend(1, 1),
+        },
+        Item::EndTurn(SessionTurn {
+            session: SessionRef::Place(SessionPlace(9)),
+            usage: TurnUsage {
+                input_uncached: 700,
+                input_cached: 140_000,
+                output: 444,
+            },
+        }),
+        Item::EndSession(SessionRef::Key(AgentSessionKey(9))),
+    ]
 }

@@ -77,3 +77,30 @@ fn cost_copies_no_prefix_without_waiting_or_missing_blocks() {
     let both = [backend(0, 90, 0), backend(1, 90, 400)];
     assert_eq!(shares(&both), [REQUESTS, 0]);
 }
+
+#[test]
+fn cost_copies_no_prefix_of_a_session_that_goes_on() {
+    let candidates = [backend(0, 0, 0), backend(1, 90, 1296)];
+    // The home holds 1,440 tokens.
+    let copies = |home, continued_tokens| {
+        (0..REQUESTS).any(|number| {
+            let request = PolicyRequest {
+                jitter: rank::mix(number),
+                home: Some(Slot(home)),
+                continued_tokens,
+                ..REQUEST
+            };
+            choose(&policy(), &request, &candidates).unwrap().slot == Slot(0)
+        })
+    };
+    assert!(!copies(1, 1500));
+    assert!(
+        copies(1, 0),
+        "the first turn may find a prefix that others have"
+    );
+    assert!(
+        copies(1, 20_000),
+        "it is another prompt under the same name"
+    );
+    assert!(copies(0, 1500), "the prefix is not at home");
+}

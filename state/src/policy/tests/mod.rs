@@ -20,6 +20,7 @@ const REQUEST: PolicyRequest = PolicyRequest {
     prefix_key: 0,
     session: None,
     home: None,
+    continued_tokens: 0,
     turn: 0,
     user: UserTokens {
         own_milli: 0,
@@ -89,13 +90,14 @@ fn policies() -> impl Strategy<Value = PolicyConfig> {
 prop_compose! {
     fn requests()(
         jitter: u64, blocks in 0_u32..10_000, tokens: u32, tokens_per_block in 0_u32..1024,
-        prefix_key: u64, session: Option<u64>, home in prop::option::of(0_u16..8), turn: u64,
+        prefix_key: u64, session: Option<u64>, home in prop::option::of(0_u16..8),
+        continued_tokens: u64, turn: u64,
         own_milli: u64, least_milli: Option<u64>, most_milli: Option<u64>,
     ) -> PolicyRequest {
         let user = UserTokens { own_milli, least_milli, most_milli };
         PolicyRequest {
-            jitter, blocks, tokens, tokens_per_block, prefix_key, session, home: home.map(Slot), turn,
-            user,
+            jitter, blocks, tokens, tokens_per_block, prefix_key, session, home: home.map(Slot),
+            continued_tokens, turn, user,
         }
     }
 }

@@ -37,7 +37,7 @@ use super::samples::AttemptTimer;
 use crate::engines::backends::{AnswerForm, HalfOpenProbe};
 use crate::routing::decide::decision_record::DecisionRecord;
 use crate::routing::learnt::LearntBlocks;
-use crate::routing::load::LoadGuard;
+use crate::routing::load::{Load, LoadGuard};
 use crate::routing::metrics::BackendMeter;
 use crate::routing::outbox::{ChargeCommit, Outbox};
 use crate::routing::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage, UserPermit};
@@ -163,18 +163,16 @@ impl Dispatcher {
             prefill,
             computed_here,
         } = self.begin_stages((&decision, prefill), ask, (&registry, now));
-        let uncached_tokens = prompt.tokens - prompt.predicted;
         let expected = (registry.admission.order == Order::VtcPred).then(|| {
             let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
         let estimate = TokenDelta {
-            input_uncached: uncached_tokens,
+            input_uncached: prompt.tokens - prompt.predicted,
             input_cached: prompt.predicted,
             output: expected.map_or(0, |expected| expected.tokens()),
         };
-        let mut before = self.load.cluster(backend, now);
-        before.running = before.running.saturating_sub(1);
+        let before = self.load_before(backend, now);
         let stopwatch = AttemptTimer::start(before, computed_here, now);
         let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
@@ -187,9 +185,7 @@ impl Dispatcher {
             self.priced.add(pricing.due(&charge));
             outbox.charge(charge);
             outbox.acquire(id, backend, &identity.chain, held);
-            if let Some(session) = ask.session {
-                self.begin_turn(outbox, session, (user, model), backend);
-            }
+            self.begin_turn(outbox, ask.session, (user, model), backend);
             (user, advance)
         });
         self.flush_soon_for(backend);
@@ -226,6 +222,13 @@ impl Dispatcher {
             user,
             open: Some(Box::new(open)),
         }
+    }
+
+    /// Returns the load of `backend` without the request that has just taken a place there.
+    fn load_before(&self, backend: BackendRef, now: Instant) -> Load {
+        let mut load = self.load.cluster(backend, now);
+        load.running = load.running.saturating_sub(1);
+        load
     }
 
     /// Returns how many leading blocks of `chain` the `backend` holds or will hold: at least
