@@ -85,11 +85,19 @@ impl RouterState {
                 self.trees.begin(&new, self.time.now_ms);
                 true
             }
+            // A session may end while its turn runs, so a late item about it is no fault.
             Item::MoveSession { session, home } => {
-                self.trees.relocate(session, home, self.time.now_ms)
+                self.trees.relocate(session, home, self.time.now_ms);
+                true
             }
-            Item::EndTurn(turn) => self.trees.turn(&turn, self.time.now_ms),
-            Item::EndSession(session) => self.trees.end_named(session),
+            Item::EndTurn(turn) => {
+                self.trees.turn(&turn, self.time.now_ms);
+                true
+            }
+            Item::EndSession(session) => {
+                self.trees.end_named(session);
+                true
+            }
         };
         if is_applied {
             ItemResult::Applied

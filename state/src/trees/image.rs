@@ -2,8 +2,8 @@
 //! when they are read back.
 
 use super::map::{SessionMap, TreeMap};
-use super::table::{Place, Trees};
-use super::{AgentSession, GENERATIONS, SESSIONS_MAX, SessionTree};
+use super::table::Trees;
+use super::{AgentSession, SessionTree};
 use crate::encoding;
 use crate::ids::AgentSessionKey;
 
@@ -14,16 +14,9 @@ const SESSIONS_PER_PIECE: usize = 4096;
 pub(crate) struct TreesImage {
     sessions: SessionMap,
     trees: TreeMap,
-    /// Generations of all places.
-    generations: Vec<u8>,
 }
 
 impl TreesImage {
-    /// Encodes the generations of all places.
-    pub(crate) fn places(&self) -> Vec<u8> {
-        encoding::to_bytes(&self.generations)
-    }
-
     /// Encodes all trees in pieces of bounded size.
     pub(crate) fn trees(&self) -> impl Iterator<Item = Vec<u8>> {
         pieces(self.trees.iter())
@@ -55,24 +48,7 @@ impl Trees {
         TreesImage {
             sessions: self.sessions.clone(),
             trees: self.trees.clone(),
-            generations: self.places.iter().map(|it| it.generation).collect(),
         }
-    }
-
-    /// Adds the places, before their sessions. An error describes the first fault.
-    pub(crate) fn restore_places(&mut self, bytes: &[u8]) -> Result<(), String> {
-        let generations = encoding::from_bytes::<Vec<u8>, { encoding::SECTION_BYTES_MAX }>(bytes)?;
-        let room = SESSIONS_MAX - self.places.len();
-        if generations.len() > room || generations.iter().any(|it| *it >= GENERATIONS) {
-            return Err("the places of sessions are out of bounds".to_owned());
-        }
-        for generation in generations {
-            self.add_place(Place {
-                generation,
-                session: None,
-            });
-        }
-        Ok(())
     }
 
     /// Adds the trees encoded in one piece. An error describes the first fault.
@@ -103,7 +79,6 @@ impl Trees {
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut rebuilt = Self::default();
         let image = self.freeze();
-        rebuilt.restore_places(&image.places())?;
         for piece in image.trees() {
             rebuilt.restore_trees(&piece)?;
         }
@@ -111,7 +86,9 @@ impl Trees {
             rebuilt.restore_sessions(&piece)?;
         }
         rebuilt.check_trees()?;
-        let same = rebuilt.digest() == self.digest() && rebuilt.indexes() == self.indexes();
+        let free_to = rebuilt.places.len();
+        let same =
+            rebuilt.digest() == self.digest() && rebuilt.indexes(free_to) == self.indexes(free_to);
         let fault = || "places, order or digest of sessions differ from the sessions".to_owned();
         same.then_some(()).ok_or_else(fault)
     }

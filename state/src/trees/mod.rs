@@ -1,12 +1,13 @@
 //! Sessions of agents and chats, and the trees that they form.
 //!
 //! A *session* is one chain of turns: each turn's prompt continues the one before it. A session may
-//! name its *parent*, the session that started it. A *tree* is a root with its descendants. Its
-//! root is fixed when a session begins: the root of its parent, or the parent itself if that is
-//! unknown. So a parent that begins after its children, or that was forgotten, splits no tree.
+//! name its *parent*, the session that started it. A *tree* is a root with its descendants. A
+//! session's root is fixed when it begins: the root of its parent, or the parent itself if that is
+//! unknown. So children stay together when their parent is forgotten; but if a parent in the middle
+//! begins after its children, or is forgotten and begins again, its tree is another one.
 //!
-//! The log carries little: one item when a session begins or changes its home, and one of about
-//! eight bytes per turn. Sessions that idle for [`SESSION_IDLE_MS`] end in `apply`; if there are
+//! The log carries little: one item when a session begins or changes its home, and one of about ten
+//! bytes per turn. Sessions that idle for [`SESSION_IDLE_MS`] end in `apply`; if there are
 //! [`SESSIONS_MAX`], the one idle for longest makes room. A tree ends with its last session.
 //!
 //! Names are hashed together with their user, so a client can only name sessions of its own user.
@@ -32,8 +33,8 @@ pub(crate) use table::Trees;
 pub const SESSIONS_MAX: usize = 200_000;
 /// Time without a turn after which a session ends, in milliseconds: 30 minutes.
 pub const SESSION_IDLE_MS: u64 = 30 * 60 * 1000;
-/// Number of values that tell successive sessions in one place of the table apart.
-const GENERATIONS: u8 = 8;
+/// Number of bits of a session's key that a place in the log repeats.
+const CHECK_BITS: u32 = 10;
 
 /// Returns the key of the session called `name` of `user`: `xxh3_64` of key and name, seeded with
 /// the cluster's `hash_seed`.
@@ -46,24 +47,27 @@ pub fn session_key(hash_seed: u64, user: UserKey, name: &[u8]) -> AgentSessionKe
 /// A session as the log names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionRef {
-    /// By its place in the table, in at most three bytes.
+    /// By its place in the table, in at most four bytes.
     Place(SessionPlace),
     /// By its key, for a proposer that has not applied the session's beginning.
     Key(AgentSessionKey),
 }
 
-/// Place of a session in the table, and the place's generation. A place that was given to another
-/// session has another generation.
+/// Place of a session in the table, and some bits of its key. They tell the sessions apart that have
+/// the place one after another, or after a restore: a late item finds another session in one of
+/// 1024 cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SessionPlace(pub u32);
 
 impl SessionPlace {
-    fn new(number: u32, generation: u8) -> Self {
-        Self(number * u32::from(GENERATIONS) + u32::from(generation % GENERATIONS))
+    fn new(number: u32, key: AgentSessionKey) -> Self {
+        // The lowest bits of a hash are as good as any.
+        let check = key.0 as u32 & ((1 << CHECK_BITS) - 1);
+        Self(number << CHECK_BITS | check)
     }
 
     fn number(self) -> u32 {
-        self.0 / u32::from(GENERATIONS)
+        self.0 >> CHECK_BITS
     }
 }
 
@@ -126,7 +130,6 @@ impl TurnUsage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct AgentSession {
     place: u32,
-    generation: u8,
     /// Session that started it; `None` for a root.
     pub parent: Option<AgentSessionKey>,
     /// Root of its tree; its own key for a root.
@@ -150,10 +153,10 @@ pub struct AgentSession {
 }
 
 impl AgentSession {
-    /// Returns the session's place in the table.
+    /// Returns the place in the table of the session, which has this key.
     #[must_use]
-    pub fn place(&self) -> SessionPlace {
-        SessionPlace::new(self.place, self.generation)
+    pub fn place(&self, key: AgentSessionKey) -> SessionPlace {
+        SessionPlace::new(self.place, key)
     }
 }
 

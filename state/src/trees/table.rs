@@ -7,8 +7,8 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::map::{SessionMap, TreeMap, root_of};
 use super::published::TreesView;
 use super::{
-    AgentSession, GENERATIONS, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef,
-    SessionTree, SessionTurn, TurnUsage,
+    AgentSession, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef, SessionTree,
+    SessionTurn, TurnUsage,
 };
 use crate::bounds::CHARGE_TOKENS_MAX;
 use crate::encoding;
@@ -17,24 +17,17 @@ use crate::ids::{AgentSessionKey, BackendRef, UserKey};
 /// Maximum number of idle sessions that one command ends, so that none takes long.
 const ENDS_PER_COMMAND: usize = 64;
 
-/// Place of the table.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Place {
-    /// Number of sessions that ended here, modulo [`GENERATIONS`].
-    pub(super) generation: u8,
-    pub(super) session: Option<AgentSessionKey>,
-}
-
 /// Table of all sessions and their trees.
 pub(crate) struct Trees {
     pub(super) sessions: SessionMap,
     pub(super) trees: TreeMap,
-    pub(super) places: Vec<Place>,
+    /// The session in each place.
+    pub(super) places: Vec<Option<AgentSessionKey>>,
     /// Places without a session.
     free: BTreeSet<u32>,
     /// All sessions by `(used_ms, key)`.
     by_use: BTreeSet<(u64, AgentSessionKey)>,
-    /// Wrapping sum of the hashes of all sessions, trees and places.
+    /// Wrapping sum of the hashes of all sessions and trees.
     digest: u128,
     max: usize,
     is_changed: bool,
@@ -53,7 +46,6 @@ impl Default for Trees {
 enum Part {
     Session,
     Tree,
-    Place,
 }
 
 impl Trees {
@@ -75,21 +67,20 @@ impl Trees {
     /// Begins a session, or moves it if another replica has begun it already.
     pub(crate) fn begin(&mut self, new: &NewSession, now_ms: u64) {
         if let Some(session) = self.sessions.get(&new.key) {
-            let place = SessionRef::Place(session.place());
+            let place = SessionRef::Place(session.place(new.key));
             self.relocate(place, new.home, now_ms);
             return;
         }
+        let parent = new.parent.filter(|parent| *parent != new.key);
+        // The parent may be the one that makes room.
+        let root = root_of(&self.sessions, new.key, parent);
         if self.sessions.len() >= self.max
             && let Some((_, idlest)) = self.by_use.first().copied()
         {
             self.end(idlest);
         }
-        let parent = new.parent.filter(|parent| *parent != new.key);
-        let root = root_of(&self.sessions, new.key, parent);
-        let place = self.take_place();
         let session = AgentSession {
-            place,
-            generation: self.places[place as usize].generation,
+            place: self.take_place(),
             parent,
             root,
             user: new.user,
@@ -202,58 +193,55 @@ impl Trees {
         self.digest
     }
 
-    /// Returns what follows from the sessions: their order of use, and the free places.
-    pub(super) fn indexes(&self) -> (&BTreeSet<(u64, AgentSessionKey)>, &BTreeSet<u32>) {
-        (&self.by_use, &self.free)
+    /// Returns what follows from the sessions: their order of use, and the free places among the
+    /// first `places`. Free places behind all sessions make no difference.
+    pub(super) fn indexes(&self, places: usize) -> (&BTreeSet<(u64, AgentSessionKey)>, Vec<u32>) {
+        let free = self.free.iter().copied();
+        (
+            &self.by_use,
+            free.take_while(|it| (*it as usize) < places).collect(),
+        )
     }
 
     fn key_of(&self, session: SessionRef) -> Option<AgentSessionKey> {
         match session {
             SessionRef::Key(key) => Some(key),
             SessionRef::Place(named) => {
-                let place = self.places.get(named.number() as usize)?;
-                let present = SessionPlace::new(named.number(), place.generation);
-                place.session.filter(|_| present == named)
+                let present = (*self.places.get(named.number() as usize)?)?;
+                (SessionPlace::new(named.number(), present) == named).then_some(present)
             }
         }
     }
 
+    /// Returns the lowest free place.
     fn take_place(&mut self) -> u32 {
         self.free.pop_first().unwrap_or_else(|| {
-            let place = u32::try_from(self.places.len()).expect("SESSIONS_MAX is below 2^32");
-            self.add_place(Place::default());
-            self.free.remove(&place);
-            place
+            self.places.push(None);
+            u32::try_from(self.places.len() - 1).expect("SESSIONS_MAX is below 2^32")
         })
     }
 
-    /// Appends a place, free unless it has a session.
-    pub(super) fn add_place(&mut self, place: Place) {
-        let number = u32::try_from(self.places.len()).expect("SESSIONS_MAX is below 2^32");
-        self.free.insert(number);
-        self.places.push(place);
-        self.rehash(
-            Part::Place,
-            u64::from(number),
-            None,
-            Some(&place.generation),
-        );
-    }
-
-    /// Adds a session at the free place that it names. Returns `false` if it names none.
+    /// Adds a session at the place that it names. Returns `false` if the place is out of bounds or
+    /// taken, or if the session is there already.
     pub(super) fn restore(&mut self, key: AgentSessionKey, session: AgentSession) -> bool {
-        let place = self.places.get(session.place as usize);
-        let fits = place.is_some_and(|it| it.generation == session.generation)
-            && self.free.remove(&session.place)
-            && self.sessions.get(&key).is_none();
-        if fits {
+        let place = session.place as usize;
+        if place >= SESSIONS_MAX || self.sessions.get(&key).is_some() {
+            return false;
+        }
+        while self.places.len() <= place {
+            let number = u32::try_from(self.places.len()).expect("SESSIONS_MAX is below 2^32");
+            self.places.push(None);
+            self.free.insert(number);
+        }
+        let is_free = self.free.remove(&session.place);
+        if is_free {
             self.insert(key, session);
         }
-        fits
+        is_free
     }
 
     fn insert(&mut self, key: AgentSessionKey, session: AgentSession) {
-        self.places[session.place as usize].session = Some(key);
+        self.places[session.place as usize] = Some(key);
         self.by_use.insert((session.used_ms, key));
         self.rehash(Part::Session, key.0, None, Some(&session));
         self.sessions.insert_new(key, session);
@@ -291,15 +279,7 @@ impl Trees {
         };
         self.rehash(Part::Session, key.0, Some(&session), None);
         self.by_use.remove(&(session.used_ms, key));
-        let place = &mut self.places[session.place as usize];
-        let before = place.generation;
-        let generation = (before + 1) % GENERATIONS;
-        *place = Place {
-            generation,
-            session: None,
-        };
-        let number = u64::from(session.place);
-        self.rehash(Part::Place, number, Some(&before), Some(&generation));
+        self.places[session.place as usize] = None;
         self.free.insert(session.place);
         if let Some(tree) = self.trees.get(&session.root).copied() {
             let sessions = tree.sessions - 1;

@@ -153,7 +153,7 @@ fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
         let name = |key: u64| {
             let session = view.session(AgentSessionKey(key))?;
             let by_key = SessionRef::Key(AgentSessionKey(key));
-            let by_place = SessionRef::Place(session.place());
+            let by_place = SessionRef::Place(session.place(AgentSessionKey(key)));
             Some(if now_ms % 2 == 0 { by_key } else { by_place })
         };
         match step {
@@ -231,7 +231,6 @@ proptest! {
         let mut table = Trees::with_max(MAX);
         run(&mut table, &mut Model::default(), before);
         let (image, mut restored) = (table.freeze(), Trees::with_max(MAX));
-        restored.restore_places(&image.places()).expect("places");
         for piece in image.trees() {
             restored.restore_trees(&piece).expect("trees");
         }
@@ -253,14 +252,14 @@ fn a_late_turn_does_not_count_for_the_session_in_its_place() {
     let first = first
         .session(AgentSessionKey(1))
         .expect("it has begun")
-        .place();
+        .place(AgentSessionKey(1));
     assert!(table.end_named(SessionRef::Place(first)));
     table.begin(&new_session(2, None, 0), 0);
     let second = table.published();
     let second = second
         .session(AgentSessionKey(2))
         .expect("it has begun")
-        .place();
+        .place(AgentSessionKey(2));
     assert_eq!(first.number(), second.number());
     let turn = |place| SessionTurn {
         session: SessionRef::Place(place),
@@ -278,10 +277,7 @@ fn damaged_sections_of_sessions_are_refused() {
     let image = table.freeze();
     let sessions = image.sessions().next().expect("there are sessions");
     let trees = image.trees().next().expect("there is a tree");
-    let mut without_places = Trees::with_max(MAX);
-    assert!(without_places.restore_sessions(&sessions).is_err());
     let mut twice = Trees::with_max(MAX);
-    twice.restore_places(&image.places()).expect("places");
     twice.restore_sessions(&sessions).expect("sessions");
     assert!(twice.restore_sessions(&sessions).is_err());
     assert!(twice.check_trees().is_err(), "the tree is missing");
@@ -302,9 +298,9 @@ fn a_turn_of_a_session_takes_few_bytes_in_the_log() {
             },
         })
     };
-    let (few, most) = (8 * 1000, 8 * SESSIONS_MAX as u32);
-    assert_eq!(item_bytes(&turn(few, 16_000)), 9);
-    assert_eq!(item_bytes(&turn(most, 142_000)), 11);
+    let (few, most) = (2000 << CHECK_BITS, (SESSIONS_MAX as u32) << CHECK_BITS);
+    assert_eq!(item_bytes(&turn(few, 16_000)), 10);
+    assert_eq!(item_bytes(&turn(most, 142_000)), 12);
     let begin = Item::BeginSession(NewSession {
         key: AgentSessionKey(1),
         parent: Some(AgentSessionKey(2)),

@@ -3,7 +3,9 @@
 
 use state::command::Item;
 use state::ids::{BackendRef, ModelKey, UserKey};
-use state::trees::{NewSession, SessionRef, SessionTurn, TreesView, TurnUsage};
+use state::trees::{
+    AgentSession, NewSession, SESSION_IDLE_MS, SessionRef, SessionTurn, TreesView, TurnUsage,
+};
 
 use super::Dispatcher;
 use crate::routing::outbox::Outbox;
@@ -22,9 +24,9 @@ impl Dispatcher {
         let Some(session) = session else { return };
         let trees = self.view.trees();
         let item = match trees.session(session.key) {
-            Some(known) if known.home == home => return,
+            Some(known) if known.home == home && !self.is_stale(known) => return,
             Some(known) => Item::MoveSession {
-                session: SessionRef::Place(known.place()),
+                session: SessionRef::Place(known.place(session.key)),
                 home,
             },
             None => Item::BeginSession(NewSession {
@@ -36,6 +38,13 @@ impl Dispatcher {
             }),
         };
         outbox.note(item);
+    }
+
+    /// Whether a session was used so long ago that it might end during a turn that the log does not
+    /// hear of.
+    fn is_stale(&self, session: &AgentSession) -> bool {
+        let idle_ms = self.view.now_ms().saturating_sub(session.used_ms);
+        idle_ms >= SESSION_IDLE_MS / 6
     }
 
     /// Queues the end of a turn of `session` with this `usage`.
@@ -55,6 +64,6 @@ fn session_ref(trees: &TreesView, session: NamedSession) -> SessionRef {
     trees
         .session(session.key)
         .map_or(SessionRef::Key(session.key), |it| {
-            SessionRef::Place(it.place())
+            SessionRef::Place(it.place(session.key))
         })
 }

@@ -162,10 +162,13 @@ fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -
             workload.users.len() - 1
         });
         let mut session = |id: Option<_>, parent| {
-            Some(*sessions.entry(id?).or_insert_with(|| {
+            let session = *sessions.entry(id?).or_insert_with(|| {
                 workload.sessions.push(SimSession { user, parent });
                 workload.sessions.len() - 1
-            }))
+            });
+            let known = &mut workload.sessions[session].parent;
+            *known = known.or(parent);
+            Some(session)
         };
         // A parent that is not in the recording has no turn, but its children are of one tree.
         let parent = session(request.parent_session.as_deref(), None);

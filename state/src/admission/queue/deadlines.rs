@@ -229,7 +229,7 @@ impl Queue {
     pub(super) fn user_order(&self) -> UserOrder {
         if self.overload.is_on() {
             UserOrder::NewestFirst
-        } else if self.rules.order == Order::Fcfs {
+        } else if matches!(self.rules.order, Order::Fcfs | Order::Dlpm) {
             UserOrder::OldestFirst
         } else {
             UserOrder::Turns

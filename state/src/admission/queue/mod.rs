@@ -1,8 +1,8 @@
 //! The queue: the requests waiting for one model at one replica, and their order.
 //!
 //! Requests are ordered by priority, then by the turn of their output-length bin, then by user as
-//! [`Order`] specifies, then by turns of the user's trees of sessions (except with `fcfs` and in
-//! overload), then by arrival. A user's requests of one class (priority and bin) form a
+//! [`Order`] specifies, then by turns of the user's trees of sessions (except with `fcfs`, with
+//! `dlpm`, and in overload), then by arrival. A user's requests of one class (priority and bin) form a
 //! user queue. Each user queue has a *key*, and the least key goes first.
 //!
 //! Keys come from counters, which every replica's charges move while requests wait. The queue does
@@ -205,6 +205,16 @@ impl Queue {
     #[must_use]
     pub fn len_of(&self, user: UserKey) -> usize {
         self.users.get(&user).map_or(0, |presence| presence.waiting)
+    }
+
+    /// Returns the number of trees that are kept for `user`, waiting or not.
+    #[cfg(test)]
+    pub(crate) fn trees_of(&self, user: UserKey) -> usize {
+        let queues = self
+            .classes
+            .values()
+            .filter_map(|class| class.queues.get(&user));
+        queues.map(|queue| queue.turns.len()).sum()
     }
 
     /// Returns the number of users waiting.

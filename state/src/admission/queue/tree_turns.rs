@@ -3,9 +3,12 @@
 //!
 //! This is start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queuing", 1996) with the
 //! priced tokens of a request as its length. Each tree has a start tag; the tree with the least one
-//! goes first, and what it sends moves its tag on. A tree that comes back starts at the tag that was
-//! last served, so it gains nothing by its absence. Two trees that always wait differ by at most two
-//! requests. Requests without a session form one tree. Within a tree, the order is that of arrival.
+//! goes first, and what it sends moves its tag on. A tree that comes back, or comes for the first
+//! time, starts at the virtual time, so it gains nothing by its absence. Virtual time is at least the
+//! tag that was last served. It also advances by what is served, divided by the trees that wait, as
+//! in weighted fair queueing; else trees of a single request each, coming without end, would all
+//! start before one that was served once. Two trees that always wait differ by at most two requests.
+//! Requests without a session form one tree. Within a tree, the order is that of arrival.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,8 +23,8 @@ pub(super) struct TreeTurns {
     lines: BTreeMap<Tree, TreeLine>,
     /// Lines with requests, by start tag, then by their head's arrival.
     order: BTreeSet<(u64, (u64, Ticket), Tree)>,
-    /// Start tag that was last served, in priced tokens.
-    passed: u64,
+    /// Virtual time, in priced tokens.
+    now: u64,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -31,12 +34,19 @@ struct TreeLine {
     arrivals: BTreeSet<(u64, Ticket)>,
 }
 
+impl TreeLine {
+    /// Whether nothing waits, and the tree has made up at `now` for what it sent.
+    fn is_spent(&self, now: u64) -> bool {
+        self.arrivals.is_empty() && self.start <= now
+    }
+}
+
 impl TreeTurns {
     pub(super) fn insert(&mut self, tree: Tree, arrival: (u64, Ticket)) {
-        let passed = self.passed;
+        let now = self.now;
         self.change(tree, |line| {
             if line.arrivals.is_empty() {
-                line.start = line.start.max(passed);
+                line.start = line.start.max(now);
             }
             line.arrivals.insert(arrival);
         });
@@ -46,19 +56,29 @@ impl TreeTurns {
         self.change(tree, |line| {
             line.arrivals.remove(&arrival);
         });
+        if self
+            .lines
+            .get(&tree)
+            .is_some_and(|line| line.is_spent(self.now))
+        {
+            self.lines.remove(&tree);
+        }
     }
 
     /// Records that a request of `tree` goes to a backend, at a price in priced tokens. Call it
     /// before [`TreeTurns::remove`].
     pub(super) fn served(&mut self, tree: Tree, price: u64) {
         let start = self.lines.get(&tree).map_or(0, |line| line.start);
-        self.passed = self.passed.max(start);
+        let waiting = (self.order.len() as u64).max(1);
+        let advanced = self.now.saturating_add(price.div_ceil(waiting).max(1));
+        self.now = advanced.max(start);
         self.change(tree, |line| {
             line.start = line.start.saturating_add(price.max(1));
         });
-        let passed = self.passed;
-        let is_kept = |line: &TreeLine| !line.arrivals.is_empty() || line.start > passed;
-        self.lines.retain(|_, line| is_kept(line));
+        if self.lines.len() > self.order.len() {
+            let now = self.now;
+            self.lines.retain(|_, line| !line.is_spent(now));
+        }
     }
 
     /// Iterates over the first request of each tree, in the order of turns.
@@ -75,6 +95,12 @@ impl TreeTurns {
         own + others
             .map(|(_, line)| waiting(line).min(own + 1))
             .sum::<u64>()
+    }
+
+    /// Returns the number of trees that are kept, waiting or not.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.lines.len()
     }
 
     fn change(&mut self, tree: Tree, change: impl FnOnce(&mut TreeLine)) {

@@ -51,7 +51,58 @@ fn a_tree_that_comes_back_does_not_make_up_for_its_absence() {
             .push(back, 0, &users, &Gate::default())
             .expect("it has room");
     }
-    assert_eq!(drain(&mut queue, &users)[..6], [31, 11, 32, 12, 33, 13]);
+    assert_eq!(drain(&mut queue, &users)[..6], [11, 31, 12, 32, 13, 33]);
+}
+
+#[test]
+fn trees_of_one_request_without_end_do_not_stop_a_tree_that_was_served() {
+    let users = Users::default();
+    let mut queue = queue(Order::Vtc, &users, &[]);
+    let mut ticket = 0;
+    let mut push = |queue: &mut Queue, tree| {
+        ticket += 1;
+        let request = of_tree(tree, ticket, 100);
+        queue
+            .push(request, 0, &users, &Gate::default())
+            .expect("it has room");
+        ticket
+    };
+    for tree in 2..5 {
+        push(&mut queue, tree);
+    }
+    let mut own = push(&mut queue, 1);
+    let mut served = 0;
+    for fresh in 5..1_005 {
+        if next(&mut queue, &users) == Some(own) {
+            served += 1;
+            own = push(&mut queue, 1);
+        } else {
+            push(&mut queue, fresh);
+        }
+    }
+    // A quarter of the turns, less what each newcomer gains by one request.
+    assert!(served >= 150, "{served}");
+}
+
+#[test]
+fn trees_that_left_or_were_served_are_forgotten() {
+    let users = Users::default();
+    let mut queue = queue(Order::Vtc, &users, &[of_tree(0, 1, 10)]);
+    for ticket in 2..500 {
+        let request = of_tree(ticket, ticket, 10);
+        queue
+            .push(request, 0, &users, &Gate::default())
+            .expect("it has room");
+        match ticket % 2 {
+            0 => drop(queue.remove(Ticket(ticket))),
+            _ => drop(next(&mut queue, &users)),
+        }
+    }
+    assert!(
+        queue.trees_of(UserKey(1)) <= 4,
+        "{}",
+        queue.trees_of(UserKey(1))
+    );
 }
 
 #[test]

@@ -97,7 +97,6 @@ impl FrozenState {
         for piece in self.revoked.pieces() {
             write_section(out, tag::REVOKED_KEYS, &piece)?;
         }
-        write_section(out, tag::TREE_PLACES, &self.trees.places())?;
         for piece in self.trees.trees() {
             write_section(out, tag::TREES, &piece)?;
         }
@@ -286,7 +285,6 @@ impl RouterState {
                 let is_taken = |slot| self.backends.in_slot(slot).is_some();
                 self.discovered.check(is_taken)?;
             }
-            tag::TREE_PLACES => self.trees.restore_places(payload)?,
             tag::TREES => self.trees.restore_trees(payload)?,
             tag::TREE_SESSIONS => self.trees.restore_sessions(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
