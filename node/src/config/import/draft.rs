@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use api::base::printable::{escaped, is_obeyed};
 use serde_json::{Value, json};
 
 use super::super::error::{Place, line_and_column};
@@ -330,13 +331,18 @@ impl Draft {
             let why = "[[backends]] with `id` and `url`, or [[discovery]]: no engine is named";
             incomplete.push(why.to_owned());
         }
-        let mut config = format!("# From {files}.\n# Table: {}.\n", self.table.source);
+        let mut config = format!(
+            "# From {}.\n# Table: {}.\n",
+            escaped(files),
+            self.table.source
+        );
         report(&mut config, "To complete", &incomplete);
         let peers = "cluster.peers, listen.advertise and cluster.secret_file make several replicas \
                      a cluster; this is one of its own";
         report(&mut config, "For production", &[peers.to_owned()]);
         config.push('\n');
-        config.push_str(&self.render().0);
+        let (text, lines) = self.render();
+        config.push_str(&text);
         for (title, reason) in [
             ("Not known", Reason::Unknown),
             ("To be set by hand", Reason::ByHand),
@@ -348,6 +354,7 @@ impl Draft {
         }
         Imported {
             config,
+            keys: lines.into_iter().map(|(_, path)| path).collect(),
             carried: self.carried,
             left: self.left.values().map(Vec::len).sum(),
             unknown: self.left(Reason::Unknown).to_vec(),
@@ -428,14 +435,11 @@ impl Draft {
                     false => format!("{mark}[{}]", section.path),
                 });
                 for (key, value, path) in set {
-                    let assignment = format!("{key} = {}", toml_of(&value.value));
-                    let source = value.source.replace(['\n', '\r'], " ");
+                    let assignment = format!("{key} = {}", on_one_line(&value.value));
+                    let source = escaped(&value.source);
                     out.push(match &value.refused {
                         None => format!("{assignment:<SOURCE_COLUMN$} # {source}"),
-                        Some(why) => {
-                            let why = why.replace(['\n', '\r'], " ");
-                            format!("# {assignment} # {source}: {why}")
-                        }
+                        Some(why) => format!("# {assignment} # {source}: {}", escaped(why)),
                     });
                     if value.refused.is_none() {
                         paths.push((out.len(), path));
@@ -450,9 +454,28 @@ impl Draft {
 /// Writes a list as comments, if there is anything in it.
 fn report(out: &mut String, title: &str, entries: &[String]) {
     if !entries.is_empty() {
-        let entries = entries
-            .iter()
-            .map(|it| format!("# - {}\n", it.replace(['\n', '\r'], " ")));
+        let entries = entries.iter().map(|it| format!("# - {}\n", escaped(it)));
         out.push_str(&format!("\n# {title}:\n{}", entries.collect::<String>()));
+    }
+}
+
+/// Returns a value as TOML without line breaks, in which each character is displayed: a comment in
+/// front of it holds all of it.
+fn on_one_line(value: &Value) -> String {
+    match value {
+        Value::String(text) if text.contains(is_obeyed) => {
+            // JSON escapes as TOML does, but not all of these characters.
+            let json = value.to_string();
+            let escapes = json.chars().map(|c| match is_obeyed(c) {
+                true => format!("\\U{:08X}", u32::from(c)),
+                false => c.to_string(),
+            });
+            escapes.collect()
+        }
+        Value::Array(elements) => {
+            let elements: Vec<_> = elements.iter().map(on_one_line).collect();
+            format!("[{}]", elements.join(", "))
+        }
+        _ => toml_of(value),
     }
 }

@@ -4,10 +4,11 @@ use clap::ValueEnum;
 
 use super::super::read;
 use super::super::read::Layers;
-use super::{ImportKind, import_texts};
+use super::super::schema::join;
+use super::{ImportKind, Imported, import_texts};
 
 /// Imports a config: a line with the kind and the file's name, then its text. The result must load,
-/// unless it says what is missing, and name each unknown setting.
+/// unless it says what is missing, and have the keys that the import sets and no others.
 pub fn import(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -19,6 +20,7 @@ pub fn import(bytes: &[u8]) {
     };
     match import_texts(kind, &[(name.to_owned(), text.to_owned())]) {
         Ok(imported) => {
+            has_keys(&imported);
             let layers = Layers {
                 file: &imported.config,
                 ..Layers::default()
@@ -35,6 +37,38 @@ pub fn import(bytes: &[u8]) {
     }
 }
 
+/// Asserts that the config has the keys that the import sets and no others.
+pub(super) fn has_keys(imported: &Imported) {
+    let Imported { config, keys, .. } = imported;
+    let table = toml::from_str(config);
+    let table: toml::Table = table.unwrap_or_else(|error| panic!("{error}\n{config}"));
+    let mut found = Vec::new();
+    paths(&toml::Value::Table(table), "", &mut found);
+    // Entries of lists lose the numbers of those that are comments.
+    let bare = |path: &String| path.replace(|c: char| c.is_ascii_digit(), "");
+    let mut keys: Vec<_> = keys.iter().map(bare).collect();
+    keys.sort_unstable();
+    found.sort_unstable();
+    assert_eq!(keys, found, "{config}");
+}
+
+/// Adds the paths of all keys at or below a value, without the numbers of entries.
+fn paths(value: &toml::Value, path: &str, found: &mut Vec<String>) {
+    match value {
+        toml::Value::Table(table) => {
+            for (key, value) in table {
+                paths(value, &join(path, key), found);
+            }
+        }
+        toml::Value::Array(entries) if entries.iter().any(toml::Value::is_table) => {
+            for entry in entries {
+                paths(entry, &format!("{path}[]"), found);
+            }
+        }
+        _ => found.push(path.to_owned()),
+    }
+}
+
 /// Returns inputs for [`import`], one for each form of file.
 #[must_use]
 pub fn import_seeds() -> Vec<Vec<u8>> {
@@ -44,6 +78,7 @@ pub fn import_seeds() -> Vec<Vec<u8>> {
          value: \"128\"\n- name: POD_NAME\n  valueFrom: {}\n",
         "smg run.sh\nA=1 smg launch --policy cache_aware --port 1 \\\n --worker-urls http://a:1 \
          'http://b' >log & sleep 1 --x\n",
+        "smg args.yaml\n- --health-check-endpoint\n- \"x\\n[admin]\\ninsecure = true\\n#\"\n",
         "vllm-router args.yaml\n- image: vllm-router\n  args: [\"--selector\", \"a=b\", \
          \"--service-discovery\", *c]\n- command: [sh, -c, \"vllm-router --port=$P\"]\n",
         "epp epp.yaml\ndata:\n  config: |\n    kind: EndpointPickerConfig\n    plugins:\n    - type: \

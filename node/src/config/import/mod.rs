@@ -8,7 +8,7 @@
 mod convert;
 mod draft;
 mod epp;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;
 mod source;
 #[cfg(test)]
@@ -42,6 +42,8 @@ pub enum ImportKind {
 pub struct Imported {
     /// The config in TOML, with the source of each value, and the report in comments.
     pub config: String,
+    /// Paths of the keys that the config sets, such as `backends[0].url`.
+    pub keys: Vec<String>,
     /// Number of settings whose value was carried over.
     pub carried: usize,
     /// Number of settings that the report lists instead.

@@ -1,6 +1,7 @@
 //! Tests of imports from other routers.
 
 mod guide;
+mod hostile;
 mod readers;
 mod rows;
 
@@ -14,6 +15,7 @@ use super::*;
 fn imported(kind: ImportKind, name: &str, text: &str) -> Imported {
     let files = [(name.to_owned(), text.to_owned())];
     let imported = import_texts(kind, &files).unwrap_or_else(|errors| panic!("{errors}"));
+    fuzzing::has_keys(&imported);
     let layers = Layers {
         file: &imported.config,
         ..Layers::default()
