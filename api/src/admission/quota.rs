@@ -7,10 +7,11 @@
 use state::admission::PendingCharges;
 use state::budgets::BudgetPeriod;
 use state::ids::{AgentSessionKey, UserKey};
+use state::permits::PermitSubject;
 use state::quotas::{CONCURRENT_RETRY_MS, LimitKind, LimitRejection, PendingUse, Quota};
 
 use super::{Admission, AdmissionRequest, LimitPreview};
-use crate::routing::{PermitRejection, RoutingRequest, UserPermit, tree_holder};
+use crate::routing::{PermitRejection, RoutingRequest, UserPermit};
 use crate::sessions::NamedSession;
 
 /// What is left of a user's rate limits and budgets. A field is `None` if there is no such limit.
@@ -116,17 +117,17 @@ impl Admission {
         self.check_limits(user, None)?;
         self.check_tree(user, ask.session)?;
         let limits = self.view.quota(user).limits;
-        let of_user = match limits.concurrent {
-            Some(limit) => Some(self.permit_of(user, limit, LimitKind::Concurrent).await?),
+        // The tree comes first: a request that its tree's limit refuses keeps no permit of the user
+        // from the user's other agents.
+        let of_tree = match limits.concurrent_per_tree.zip(self.root(ask.session)) {
+            Some((limit, root)) => {
+                let tree = Some(root);
+                Some(self.permit_of(PermitSubject { user, tree }, limit).await?)
+            }
             None => None,
         };
-        // A tree that begins runs nothing yet.
-        let tree = self.known_tree(ask.session);
-        let of_tree = match limits.concurrent_per_tree.zip(tree) {
-            Some((limit, root)) => {
-                let (holder, kind) = (tree_holder(root), LimitKind::ConcurrentPerTree);
-                Some(self.permit_of(holder, limit, kind).await?)
-            }
+        let of_user = match limits.concurrent {
+            Some(limit) => Some(self.permit_of(user.into(), limit).await?),
             None => None,
         };
         let permit = match (of_user, of_tree) {
@@ -143,24 +144,32 @@ impl Admission {
     /// Takes one of the `limit` permits of a user or of a tree.
     async fn permit_of(
         &self,
-        holder: UserKey,
+        subject: PermitSubject,
         limit: u32,
-        kind: LimitKind,
     ) -> Result<UserPermit, LimitRejection> {
-        match self.permits.take(holder, limit).await {
+        match self.permits.take(subject, limit).await {
             Ok(permit) => Ok(permit),
             Err(PermitRejection::Full) => Err(LimitRejection {
-                limit: kind,
+                limit: match subject.tree {
+                    None => LimitKind::Concurrent,
+                    Some(_) => LimitKind::ConcurrentPerTree,
+                },
                 retry_after_ms: CONCURRENT_RETRY_MS,
             }),
             Err(PermitRejection::Unconfirmed) => {
                 self.metrics.unconfirmed_permits.inc();
-                if kind == LimitKind::Concurrent {
-                    self.check_limits(holder, Some(limit))?;
+                if subject.tree.is_none() {
+                    self.check_limits(subject.user, Some(limit))?;
                 }
-                Ok(self.permits.take_unconfirmed(holder))
+                Ok(self.permits.take_unconfirmed(subject))
             }
         }
+    }
+
+    /// Returns the root of the session's tree; `None` without a session.
+    fn root(&self, session: Option<NamedSession>) -> Option<AgentSessionKey> {
+        let trees = self.view.trees();
+        session.map(|it| trees.root_of(it.key, it.parent))
     }
 
     /// Returns what is left of the tokens of the session's tree; `None` if they are unlimited, or
@@ -179,14 +188,6 @@ impl Admission {
             left: of.saturating_sub(tree.map_or(0, |tree| tree.usage.tokens())),
             resets_in_ms: None,
         })
-    }
-
-    /// Returns the root of the tree of `session`; `None` without a session, or if the tree is not in
-    /// the state yet.
-    fn known_tree(&self, session: Option<NamedSession>) -> Option<AgentSessionKey> {
-        let trees = self.view.trees();
-        let root = session.map(|it| trees.root_of(it.key, it.parent))?;
-        trees.tree(root).map(|_| root)
     }
 
     /// Checks the limit on the tokens of the session's tree.

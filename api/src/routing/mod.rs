@@ -85,8 +85,8 @@ pub use metrics::RoutingMetrics;
 pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
+pub(crate) use permits::PermitRejection;
 pub use permits::{PermitCell, Permits, UserPermit};
-pub(crate) use permits::{PermitRejection, tree_holder};
 pub use shares::{
     PeerPlace, PlaceRejection, PlacedRequest, ShareStatus, Shares, WaitingForPlace, WantedPlaces,
     wire as share_reports,

@@ -18,7 +18,7 @@ const OF_OTHER: &str = "x-quorate-session: other\r\n";
 
 #[tokio::test]
 async fn an_agent_runs_as_many_requests_at_once_as_its_tree_may() {
-    let gate = Arc::new(Semaphore::new(1));
+    let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let limits = UserLimits {
         concurrent_per_tree: Some(2),
@@ -26,8 +26,7 @@ async fn an_agent_runs_as_many_requests_at_once_as_its_tree_may() {
     };
     let fleet = limited(&engine, limits).await;
     let mut client = fleet.client().await;
-    assert_eq!(client.ask(chat_of("a", OF_AGENT)).await.status, 200);
-    fleet.flush().await;
+    // The log need not know of the tree.
     let running = vec![
         run(&fleet, &chat_of("a", OF_CHILD)).await,
         run(&fleet, &chat_of("a", OF_AGENT)).await,

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClaimAnswer, ClaimMessage, PermitClaim, issuer_of};
-use crate::ids::{ReplicaId, UserKey};
+use super::{ClaimAnswer, ClaimMessage, PermitClaim, PermitSubject, issuer_of};
+use crate::ids::ReplicaId;
 use crate::shares::EpochMembers;
 
 /// One replica as a holder of permits.
@@ -11,11 +11,11 @@ use crate::shares::EpochMembers;
 pub struct PermitHolder {
     now: EpochMembers,
     number: u64,
-    users: BTreeMap<UserKey, HeldPermits>,
+    subjects: BTreeMap<PermitSubject, HeldPermits>,
     /// Users of whom the issuer is to be told.
-    news: BTreeSet<UserKey>,
+    news: BTreeSet<PermitSubject>,
     /// Users with requests that wait.
-    waiting: BTreeSet<UserKey>,
+    waiting: BTreeSet<PermitSubject>,
     issuers: BTreeMap<ReplicaId, IssuerLink>,
 }
 
@@ -46,7 +46,7 @@ struct OpenMessage {
     number: u64,
     is_complete: bool,
     /// Users of its claims, in their order, with the permits that each claims in all.
-    users: Vec<(UserKey, u32)>,
+    subjects: Vec<(PermitSubject, u32)>,
 }
 
 impl PermitHolder {
@@ -55,7 +55,7 @@ impl PermitHolder {
     pub fn follow(&mut self, now: &EpochMembers) {
         if self.now.epoch != now.epoch {
             self.issuers.clear();
-            for held in self.users.values_mut() {
+            for held in self.subjects.values_mut() {
                 held.issued = held.used;
                 held.is_full = false;
             }
@@ -69,10 +69,10 @@ impl PermitHolder {
         &self.now.members
     }
 
-    /// Takes a permit of `user` that this replica has and does not use. Returns whether there was
+    /// Takes a permit of `subject` that this replica has and does not use. Returns whether there was
     /// one.
-    pub fn take(&mut self, user: UserKey) -> bool {
-        let Some(held) = self.users.get_mut(&user) else {
+    pub fn take(&mut self, subject: PermitSubject) -> bool {
+        let Some(held) = self.subjects.get_mut(&subject) else {
             return false;
         };
         let is_free = held.used < held.issued;
@@ -80,38 +80,38 @@ impl PermitHolder {
         is_free
     }
 
-    /// Takes a permit of `user` that no issuer has confirmed.
-    pub fn take_unconfirmed(&mut self, user: UserKey) {
-        let held = self.users.entry(user).or_default();
+    /// Takes a permit of `subject` that no issuer has confirmed.
+    pub fn take_unconfirmed(&mut self, subject: PermitSubject) {
+        let held = self.subjects.entry(subject).or_default();
         held.used = held.used.saturating_add(1);
-        self.news.insert(user);
+        self.news.insert(subject);
     }
 
     /// Returns a permit that was taken.
-    pub fn put_back(&mut self, user: UserKey) {
-        if let Some(held) = self.users.get_mut(&user) {
+    pub fn put_back(&mut self, subject: PermitSubject) {
+        if let Some(held) = self.subjects.get_mut(&subject) {
             held.used = held.used.saturating_sub(1);
-            self.news.insert(user);
+            self.news.insert(subject);
         }
     }
 
     /// Adds one request that waits for a permit.
-    pub fn begin_wait(&mut self, user: UserKey) {
-        let held = self.users.entry(user).or_default();
+    pub fn begin_wait(&mut self, subject: PermitSubject) {
+        let held = self.subjects.entry(subject).or_default();
         held.waiting = held.waiting.saturating_add(1);
         // The issuer may have a permit by now.
         held.is_full = false;
-        self.waiting.insert(user);
-        self.news.insert(user);
+        self.waiting.insert(subject);
+        self.news.insert(subject);
     }
 
     /// Removes one request that waits for a permit.
-    pub fn end_wait(&mut self, user: UserKey) {
-        if let Some(held) = self.users.get_mut(&user) {
+    pub fn end_wait(&mut self, subject: PermitSubject) {
+        if let Some(held) = self.subjects.get_mut(&subject) {
             held.waiting = held.waiting.saturating_sub(1);
-            self.news.insert(user);
+            self.news.insert(subject);
             if held.waiting == 0 {
-                self.waiting.remove(&user);
+                self.waiting.remove(&subject);
             }
         }
     }
@@ -122,30 +122,30 @@ impl PermitHolder {
         !self.waiting.is_empty()
     }
 
-    /// Number of requests of `user` that have a permit here or wait for one.
+    /// Number of requests of `subject` that have a permit here or wait for one.
     #[must_use]
-    pub fn open(&self, user: UserKey) -> u32 {
+    pub fn open(&self, subject: PermitSubject) -> u32 {
         let open = |held: &HeldPermits| held.used.saturating_add(held.waiting);
-        self.users.get(&user).map_or(0, open)
+        self.subjects.get(&subject).map_or(0, open)
     }
 
-    /// Whether the issuer of `user` had no more permits when it was last asked.
+    /// Whether the issuer of `subject` had no more permits when it was last asked.
     #[must_use]
-    pub fn is_full(&self, user: UserKey) -> bool {
-        self.users.get(&user).is_some_and(|held| held.is_full)
+    pub fn is_full(&self, subject: PermitSubject) -> bool {
+        self.subjects.get(&subject).is_some_and(|held| held.is_full)
     }
 
     /// Whether nothing is held, waits, or is to be told.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.users.is_empty() && self.news.is_empty()
+        self.subjects.is_empty() && self.news.is_empty()
     }
 
     /// Makes the next message to each issuer that `is_asked` ask again for those who wait.
     pub fn ask_again(&mut self, is_asked: impl Fn(ReplicaId) -> bool) {
         let now = &self.now;
         let waiting = self.waiting.iter();
-        let asked = waiting.filter(|user| issuer_of(now, **user).is_some_and(&is_asked));
+        let asked = waiting.filter(|subject| issuer_of(now, **subject).is_some_and(&is_asked));
         self.news.extend(asked);
     }
 
@@ -157,22 +157,22 @@ impl PermitHolder {
             return None;
         }
         let is_complete = !link.is_complete;
-        let is_issued = |user: &UserKey| issuer_of(&self.now, *user) == Some(issuer);
-        let told: Vec<UserKey> = match is_complete {
-            true => self.users.keys().copied().filter(is_issued).collect(),
+        let is_issued = |subject: &PermitSubject| issuer_of(&self.now, *subject) == Some(issuer);
+        let told: Vec<PermitSubject> = match is_complete {
+            true => self.subjects.keys().copied().filter(is_issued).collect(),
             false => self.news.iter().copied().filter(is_issued).collect(),
         };
         if told.is_empty() && !is_complete {
             return None;
         }
-        let claims = told.iter().map(|user| {
-            self.news.remove(user);
-            let held = self.users.entry(*user).or_default();
+        let claims = told.iter().map(|subject| {
+            self.news.remove(subject);
+            let held = self.subjects.entry(*subject).or_default();
             let wanted = held.used.saturating_add(held.waiting);
             // Those that a waiting request is about to take stay here.
             held.issued = held.issued.clamp(held.used, wanted);
             PermitClaim {
-                user: *user,
+                subject: *subject,
                 held: held.issued,
                 wanted,
             }
@@ -182,7 +182,7 @@ impl PermitHolder {
         link.open = Some(OpenMessage {
             number: self.number,
             is_complete,
-            users: claims.iter().map(|it| (it.user, it.wanted)).collect(),
+            subjects: claims.iter().map(|it| (it.subject, it.wanted)).collect(),
         });
         Some(ClaimMessage {
             epoch: self.now.epoch,
@@ -210,15 +210,15 @@ impl PermitHolder {
         let Some(ClaimAnswer::Counted {
             permits,
             is_settled,
-        }) = answer.filter(|answer| answer.permits_len() == open.users.len())
+        }) = answer.filter(|answer| answer.permits_len() == open.subjects.len())
         else {
             self.news
-                .extend(open.users.into_iter().map(|(user, _)| user));
+                .extend(open.subjects.into_iter().map(|(subject, _)| subject));
             return false;
         };
         link.is_complete |= open.is_complete;
         let mut is_change = false;
-        for (claimed, permits) in open.users.into_iter().zip(permits) {
+        for (claimed, permits) in open.subjects.into_iter().zip(permits) {
             is_change |= self.count(claimed, *permits, *is_settled);
         }
         is_change
@@ -226,8 +226,13 @@ impl PermitHolder {
 
     /// Sets the permits of a user who claimed `wanted`. Returns whether its requests that wait
     /// should look again.
-    fn count(&mut self, (user, wanted): (UserKey, u32), permits: u32, is_settled: bool) -> bool {
-        let Some(held) = self.users.get_mut(&user) else {
+    fn count(
+        &mut self,
+        (subject, wanted): (PermitSubject, u32),
+        permits: u32,
+        is_settled: bool,
+    ) -> bool {
+        let Some(held) = self.subjects.get_mut(&subject) else {
             return false;
         };
         held.issued = permits;
@@ -237,11 +242,11 @@ impl PermitHolder {
         let is_change = held.waiting > 0 && (held.used < permits || held.is_full != was_full);
         if held.used.saturating_add(held.waiting) < permits {
             // More than is wanted by now.
-            self.news.insert(user);
+            self.news.insert(subject);
         }
         if permits == 0 && held.used == 0 && held.waiting == 0 {
-            self.users.remove(&user);
-            self.news.remove(&user);
+            self.subjects.remove(&subject);
+            self.news.remove(&subject);
         }
         is_change
     }

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClaimAnswer, ClaimMessage, PermitClaim};
-use crate::ids::{ReplicaId, UserKey};
+use super::{ClaimAnswer, ClaimMessage, PermitClaim, PermitSubject};
+use crate::ids::ReplicaId;
 use crate::shares::{EpochMembers, SILENT_MS};
 
 /// One replica as the issuer of permits.
@@ -17,7 +17,7 @@ pub struct PermitIssuer {
     /// Members that have told all they hold.
     complete: BTreeSet<ReplicaId>,
     /// Number of permits by user and holder, without zeros.
-    issued: BTreeMap<UserKey, BTreeMap<ReplicaId, u32>>,
+    issued: BTreeMap<PermitSubject, BTreeMap<ReplicaId, u32>>,
 }
 
 impl PermitIssuer {
@@ -53,7 +53,7 @@ impl PermitIssuer {
         &mut self,
         holder: ReplicaId,
         message: &ClaimMessage,
-        limit: impl Fn(UserKey) -> Option<u32>,
+        limit: impl Fn(PermitSubject) -> Option<u32>,
     ) -> ClaimAnswer {
         let is_late = self
             .heard
@@ -73,7 +73,7 @@ impl PermitIssuer {
         // All that is held counts before anything is granted.
         let is_settled = self.is_settled();
         let permits = message.claims.iter().map(|claim| {
-            let most = match (is_settled, limit(claim.user)) {
+            let most = match (is_settled, limit(claim.subject)) {
                 (false, _) => Some(0),
                 (true, limit) => limit,
             };
@@ -88,7 +88,7 @@ impl PermitIssuer {
 
     /// Counts a claim within `limit`. What is held already counts in any case.
     fn count(&mut self, holder: ReplicaId, claim: PermitClaim, limit: Option<u32>) -> u32 {
-        let held = self.issued.entry(claim.user).or_default();
+        let held = self.issued.entry(claim.subject).or_default();
         held.remove(&holder);
         let others = held
             .values()
@@ -98,7 +98,7 @@ impl PermitIssuer {
         if permits > 0 {
             held.insert(holder, permits);
         } else if held.is_empty() {
-            self.issued.remove(&claim.user);
+            self.issued.remove(&claim.subject);
         }
         permits
     }

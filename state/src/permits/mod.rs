@@ -1,4 +1,5 @@
-//! Permits: a user's limit on concurrent requests, held over all replicas.
+//! Permits: the limit on concurrent requests of a user or of a tree of sessions, held over all
+//! replicas. What follows says *user* for both.
 //!
 //! The log shows another replica's requests some 20 ms after they start. Replicas that compared that
 //! with a limit would each admit a burst in full: a limit of 2 ran 6 requests on three replicas.
@@ -36,22 +37,38 @@ pub use holder::PermitHolder;
 pub use issuer::PermitIssuer;
 
 use crate::encoding;
-use crate::ids::{ReplicaId, UserKey};
+use crate::ids::{AgentSessionKey, ReplicaId, UserKey};
 use crate::shares::{Epoch, EpochMembers};
 
-/// Returns the member of the epoch `now` that issues the permits of `user`; `None` if it has no
+/// Who has a limit on concurrent requests: a user, or one tree of a user's sessions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
+pub struct PermitSubject {
+    /// The user, whose settings contain the limit.
+    pub user: UserKey,
+    /// Root of the tree; `None` for the user itself.
+    pub tree: Option<AgentSessionKey>,
+}
+
+impl From<UserKey> for PermitSubject {
+    fn from(user: UserKey) -> Self {
+        Self { user, tree: None }
+    }
+}
+
+/// Returns the member of the epoch `now` that issues the permits of `subject`; `None` if it has no
 /// members.
 #[must_use]
-pub fn issuer_of(now: &EpochMembers, user: UserKey) -> Option<ReplicaId> {
-    let weight = |member: &ReplicaId| xxh3_64_with_seed(&[member.0], user.0);
+pub fn issuer_of(now: &EpochMembers, subject: PermitSubject) -> Option<ReplicaId> {
+    let seed = subject.user.0 ^ subject.tree.map_or(0, |root| root.0);
+    let weight = |member: &ReplicaId| xxh3_64_with_seed(&[member.0], seed);
     now.members.iter().copied().max_by_key(weight)
 }
 
-/// Permits of one user that a holder has and wants.
+/// Permits of one user or tree that a holder has and wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct PermitClaim {
-    /// The user.
-    pub user: UserKey,
+    /// Whose permits they are.
+    pub subject: PermitSubject,
     /// Number of permits that the holder has.
     pub held: u32,
     /// Number of permits that the holder wants in all, at least `held`.

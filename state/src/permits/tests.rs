@@ -2,13 +2,22 @@
 
 use proptest::prelude::*;
 
-use super::{ClaimAnswer, ClaimMessage, PermitHolder, PermitIssuer, issuer_of};
-use crate::ids::{ReplicaId, UserKey};
+use super::{ClaimAnswer, ClaimMessage, PermitHolder, PermitIssuer, PermitSubject, issuer_of};
+use crate::ids::{AgentSessionKey, ReplicaId, UserKey};
 use crate::shares::{Epoch, EpochMembers, SILENT_MS};
 
 const REPLICAS: usize = 3;
 const LIMIT: u32 = 2;
-const USERS: [UserKey; 2] = [UserKey(11), UserKey(12)];
+const USERS: [PermitSubject; 2] = [
+    PermitSubject {
+        user: UserKey(11),
+        tree: None,
+    },
+    PermitSubject {
+        user: UserKey(11),
+        tree: Some(AgentSessionKey(12)),
+    },
+];
 
 /// One replica of a modelled cluster.
 #[derive(Default)]

@@ -16,8 +16,8 @@ use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use state::StateView;
-use state::ids::{AgentSessionKey, ReplicaId, UserKey};
-use state::permits::{ClaimAnswer, ClaimMessage, PermitHolder, PermitIssuer};
+use state::ids::ReplicaId;
+use state::permits::{ClaimAnswer, ClaimMessage, PermitHolder, PermitIssuer, PermitSubject};
 use state::shares::SILENT_MS;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -77,19 +77,19 @@ pub type PermitCell = OnceLock<UserPermit>;
 
 struct TakenPermit {
     permits: Arc<Permits>,
-    user: UserKey,
+    subject: PermitSubject,
 }
 
 impl std::fmt::Debug for TakenPermit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("TakenPermit").field(&self.user).finish()
+        f.debug_tuple("TakenPermit").field(&self.subject).finish()
     }
 }
 
 impl Drop for TakenPermit {
     fn drop(&mut self) {
         self.permits
-            .change(|inner| inner.holder.put_back(self.user));
+            .change(|inner| inner.holder.put_back(self.subject));
     }
 }
 
@@ -105,20 +105,14 @@ pub(crate) enum PermitRejection {
 /// A request that waits for a permit, until dropped.
 struct PermitWait<'a> {
     permits: &'a Permits,
-    user: UserKey,
+    subject: PermitSubject,
 }
 
 impl Drop for PermitWait<'_> {
     fn drop(&mut self) {
-        let user = self.user;
-        self.permits.change(|inner| inner.holder.end_wait(user));
+        let subject = self.subject;
+        self.permits.change(|inner| inner.holder.end_wait(subject));
     }
-}
-
-/// Returns the key under which the tree with this root takes permits, as if it were a user. Keys of
-/// users and roots are hashes of 64 bits under one seed, so they differ.
-pub(crate) fn tree_holder(root: AgentSessionKey) -> UserKey {
-    UserKey(root.0)
 }
 
 impl Permits {
@@ -133,37 +127,37 @@ impl Permits {
         }
     }
 
-    /// Takes one of the `limit` permits of `user`, after a wait of at most [`FULL_WAIT`], or of
+    /// Takes one of the `limit` permits of `subject`, after a wait of at most [`FULL_WAIT`], or of
     /// [`ISSUER_WAIT`] without an answer. Cancel safe.
     pub(crate) async fn take(
         self: &Arc<Self>,
-        user: UserKey,
+        subject: PermitSubject,
         limit: u32,
     ) -> Result<UserPermit, PermitRejection> {
-        if let Some(permit) = self.take_now(user) {
+        if let Some(permit) = self.take_now(subject) {
             return Ok(permit);
         }
         let began = Instant::now();
         let _wait = {
             let mut inner = self.lock();
             // Those that already wait here count as well: there is no permit for one more.
-            if inner.holder.open(user) >= limit {
+            if inner.holder.open(subject) >= limit {
                 return Err(PermitRejection::Full);
             }
-            inner.holder.begin_wait(user);
+            inner.holder.begin_wait(subject);
             PermitWait {
                 permits: self,
-                user,
+                subject,
             }
         };
         self.change(|_| {});
         loop {
             let answered = self.answered.notified();
-            if let Some(permit) = self.take_now(user) {
+            if let Some(permit) = self.take_now(subject) {
                 return Ok(permit);
             }
             let waited = began.elapsed();
-            let is_full = self.lock().holder.is_full(user);
+            let is_full = self.lock().holder.is_full(subject);
             let wait_max = match is_full {
                 true => FULL_WAIT,
                 false => ISSUER_WAIT,
@@ -179,20 +173,20 @@ impl Permits {
     }
 
     /// Takes a permit that no issuer has confirmed.
-    pub(crate) fn take_unconfirmed(self: &Arc<Self>, user: UserKey) -> UserPermit {
-        self.change(|inner| inner.holder.take_unconfirmed(user));
-        self.permit(user)
+    pub(crate) fn take_unconfirmed(self: &Arc<Self>, subject: PermitSubject) -> UserPermit {
+        self.change(|inner| inner.holder.take_unconfirmed(subject));
+        self.permit(subject)
     }
 
-    fn take_now(self: &Arc<Self>, user: UserKey) -> Option<UserPermit> {
-        let is_taken = self.lock().holder.take(user);
-        is_taken.then(|| self.permit(user))
+    fn take_now(self: &Arc<Self>, subject: PermitSubject) -> Option<UserPermit> {
+        let is_taken = self.lock().holder.take(subject);
+        is_taken.then(|| self.permit(subject))
     }
 
-    fn permit(self: &Arc<Self>, user: UserKey) -> UserPermit {
+    fn permit(self: &Arc<Self>, subject: PermitSubject) -> UserPermit {
         let permits = Arc::clone(self);
         UserPermit {
-            taken: Arc::new(TakenPermit { permits, user }),
+            taken: Arc::new(TakenPermit { permits, subject }),
             and: None,
         }
     }
@@ -219,7 +213,7 @@ impl Permits {
         if let Some(message) = inner.holder.message(self.me) {
             let answer = inner
                 .issuer
-                .answer(self.me, &message, |user| self.limit(user));
+                .answer(self.me, &message, |subject| self.limit(subject));
             self.answered(inner, (self.me, message.number), Some(&answer));
         }
     }
@@ -237,12 +231,11 @@ impl Permits {
         }
     }
 
-    /// Returns the limit of a user, or of a tree by the key that [`tree_holder`] returns.
-    fn limit(&self, user: UserKey) -> Option<u32> {
-        let trees = self.view.trees();
-        match trees.tree(AgentSessionKey(user.0)) {
-            Some(tree) => self.view.quota(tree.user).limits.concurrent_per_tree,
-            None => self.view.quota(user).limits.concurrent,
+    fn limit(&self, subject: PermitSubject) -> Option<u32> {
+        let limits = self.view.quota(subject.user).limits;
+        match subject.tree {
+            None => limits.concurrent,
+            Some(_) => limits.concurrent_per_tree,
         }
     }
 
@@ -253,7 +246,9 @@ impl Permits {
         let mut inner = self.lock();
         // What the peer returns may be for a request that waits here.
         self.claim_here(&mut inner);
-        let answer = inner.issuer.answer(from, &message, |user| self.limit(user));
+        let answer = inner
+            .issuer
+            .answer(from, &message, |subject| self.limit(subject));
         self.claim_here(&mut inner);
         drop(inner);
         Some(answer.to_bytes())
