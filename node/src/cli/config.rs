@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use api::base::printable::escaped_lines;
+use api::base::printable::escaped;
 use clap::Subcommand;
 use lab::terminal;
 use serde_json::json;
@@ -89,8 +89,9 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         ConfigCommand::Import { kind, files } => {
             let imported = import(kind, &files)?;
             terminal::print(imported.config.trim_end())?;
-            for told in imported.incomplete.iter().chain(&imported.unknown) {
-                eprintln!("warning: {}", escaped_lines(told));
+            let told = [&imported.incomplete, &imported.refused, &imported.unknown];
+            for told in told.into_iter().flatten() {
+                eprintln!("warning: {}", escaped(told));
             }
             let (carried, left) = (imported.carried, imported.left);
             eprintln!("{carried} values carried over, {left} not: the config ends with their list");

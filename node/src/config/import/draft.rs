@@ -10,7 +10,7 @@ use super::super::others::{Fate, Row, Table, Unit, shown};
 use super::super::print::toml_of;
 use super::super::read::{Layers, backend_id};
 use super::super::schema::{join, sections};
-use super::super::{ConfigErrors, read};
+use super::super::{ConfigError, ConfigErrors, read};
 use super::source::{Fault, Setting};
 use super::{Imported, convert};
 
@@ -26,7 +26,6 @@ pub(super) struct Draft {
     /// Values by path, such as `backends[0].url`.
     values: BTreeMap<String, DraftValue>,
     backends: usize,
-    carried: usize,
     left: BTreeMap<Reason, Vec<String>>,
 }
 
@@ -46,6 +45,8 @@ struct DraftValue {
     value: Value,
     /// Where it comes from.
     source: String,
+    /// Number of settings that it carries over; 0 if it is implied.
+    settings: usize,
     /// Why the config would be invalid with it.
     refused: Option<String>,
 }
@@ -56,7 +57,6 @@ impl Draft {
             table,
             values: BTreeMap::new(),
             backends: 0,
-            carried: 0,
             left: BTreeMap::new(),
         }
     }
@@ -201,19 +201,21 @@ impl Draft {
                 self.leave(Reason::ByHand, source, &why);
             }
             Some(_) => {}
-            None => {
-                self.carried += 1;
-                self.imply(path, value, source);
-            }
+            None => self.insert(path, value, source, 1),
         }
     }
 
     /// Sets a key that no setting sets, unless it is set.
     fn imply(&mut self, path: &str, value: Value, source: &str) {
+        self.insert(path, value, source, 0);
+    }
+
+    fn insert(&mut self, path: &str, value: Value, source: &str, settings: usize) {
         let entry = self.values.entry(path.to_owned());
         entry.or_insert_with(|| DraftValue {
             value,
             source: source.to_owned(),
+            settings,
             refused: None,
         });
     }
@@ -221,11 +223,12 @@ impl Draft {
     /// Sets the host or the port of an address, which is made of two settings.
     fn listen(&mut self, path: &str, part: &Value, source: &str) {
         let implied = self.table.implied.iter().find(|(it, ..)| *it == path);
-        let (set, mut sources) = match self.values.remove(path) {
-            Some(set) => (set.value, vec![set.source]),
+        let (set, mut sources, settings) = match self.values.remove(path) {
+            Some(set) => (set.value, vec![set.source], set.settings),
             None => (
                 implied.map_or(json!("127.0.0.1:8080"), |(_, it, _)| it.clone()),
                 vec![],
+                0,
             ),
         };
         let set = set.as_str().unwrap_or_default();
@@ -236,7 +239,7 @@ impl Draft {
             port => format!("{host}:{port}"),
         };
         sources.push(source.to_owned());
-        self.set(path, json!(address), &sources.join(", "));
+        self.insert(path, json!(address), &sources.join(", "), settings + 1);
     }
 
     fn backend(&mut self, url: &str, stage: Option<&str>, source: &str) {
@@ -303,8 +306,10 @@ impl Draft {
         }
     }
 
+    /// Whether a value counts whose path begins with `prefix`.
     fn has(&self, prefix: &str) -> bool {
-        self.values.keys().any(|path| path.starts_with(prefix))
+        let mut values = self.values.iter();
+        values.any(|(path, value)| value.refused.is_none() && path.starts_with(prefix))
     }
 
     /// Makes a config that passes `config check`, from files with these names.
@@ -352,11 +357,20 @@ impl Draft {
         ] {
             report(&mut config, title, self.left(reason));
         }
+        let (refused, set): (Vec<_>, Vec<_>) = self
+            .values
+            .values()
+            .filter(|value| value.settings > 0)
+            .partition(|value| value.refused.is_some());
+        let count = |values: &[&DraftValue]| values.iter().map(|it| it.settings).sum();
+        let of_refused: usize = count(&refused);
+        let why = |it: &&DraftValue| Some(format!("{}: {}", it.source, it.refused.as_ref()?));
         Imported {
             config,
             keys: lines.into_iter().map(|(_, path)| path).collect(),
-            carried: self.carried,
-            left: self.left.values().map(Vec::len).sum(),
+            carried: count(&set),
+            left: self.left.values().map(Vec::len).sum::<usize>() + of_refused,
+            refused: refused.iter().filter_map(why).collect(),
             unknown: self.left(Reason::Unknown).to_vec(),
             incomplete,
         }
@@ -366,8 +380,8 @@ impl Draft {
         self.left.get(&reason).map_or(&[], Vec::as_slice)
     }
 
-    /// Marks the values that the errors are about. Returns errors about missing keys, and whether a
-    /// value was marked.
+    /// Marks the values that the errors are about. Returns errors about missing keys and about files,
+    /// which are another machine's, and whether a value was marked.
     fn refuse(
         &mut self,
         errors: &ConfigErrors,
@@ -384,7 +398,7 @@ impl Draft {
                 .iter()
                 .find(|(it, _)| *it == line)
                 .map(|(_, path)| path);
-            let Some(path) = path else {
+            let Some(path) = path.filter(|path| !self.is_about_file(path, error)) else {
                 missing.insert(why);
                 continue;
             };
@@ -404,6 +418,15 @@ impl Draft {
             }
         }
         (missing, is_new)
+    }
+
+    /// Whether the error is about what is in the file that a value names, not about the value.
+    fn is_about_file(&self, path: &str, error: &ConfigError) -> bool {
+        let named = self.values.get(path).and_then(|it| it.value.as_str());
+        let file = named.map(|it| it.trim_start_matches("huggingface:"));
+        let is_file = ["_file", ".tokenizer", ".chat_template"];
+        let is_file = is_file.iter().any(|ending| path.ends_with(ending));
+        is_file && file.is_some_and(|file| !file.is_empty() && error.message.contains(file))
     }
 
     /// Returns the values as TOML, and the lines with the paths of those that count.

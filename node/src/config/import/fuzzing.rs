@@ -21,6 +21,7 @@ pub fn import(bytes: &[u8]) {
     match import_texts(kind, &[(name.to_owned(), text.to_owned())]) {
         Ok(imported) => {
             has_keys(&imported);
+            has_engines_or_tells(&imported);
             let layers = Layers {
                 file: &imported.config,
                 ..Layers::default()
@@ -52,6 +53,20 @@ pub(super) fn has_keys(imported: &Imported) {
     assert_eq!(keys, found, "{config}");
 }
 
+/// Asserts that the import tells that no engine is named.
+pub(super) fn has_engines_or_tells(imported: &Imported) {
+    let is_engine = |path: &String| path.starts_with("backends[") || path.starts_with("discovery[");
+    let mut told = imported.incomplete.iter();
+    assert!(
+        imported.keys.iter().any(is_engine) || told.any(|it| it.ends_with("no engine is named")),
+        "{}",
+        imported.config
+    );
+    // A refused value is told of, and does not count as carried over: an address has two settings.
+    assert!(imported.carried <= imported.keys.len() * 2);
+    assert!(imported.left >= imported.refused.len());
+}
+
 /// Adds the paths of all keys at or below a value, without the numbers of entries.
 fn paths(value: &toml::Value, path: &str, found: &mut Vec<String>) {
     match value {
@@ -79,6 +94,7 @@ pub fn import_seeds() -> Vec<Vec<u8>> {
         "smg run.sh\nA=1 smg launch --policy cache_aware --port 1 \\\n --worker-urls http://a:1 \
          'http://b' >log & sleep 1 --x\n",
         "smg args.yaml\n- --health-check-endpoint\n- \"x\\n[admin]\\ninsecure = true\\n#\"\n",
+        "vllm-router run.sh\nvllm-router --worker-urls grpc://a:50051 --retry-max-retries 99\n",
         "vllm-router args.yaml\n- image: vllm-router\n  args: [\"--selector\", \"a=b\", \
          \"--service-discovery\", *c]\n- command: [sh, -c, \"vllm-router --port=$P\"]\n",
         "epp epp.yaml\ndata:\n  config: |\n    kind: EndpointPickerConfig\n    plugins:\n    - type: \

@@ -46,8 +46,10 @@ pub struct Imported {
     pub keys: Vec<String>,
     /// Number of settings whose value was carried over.
     pub carried: usize,
-    /// Number of settings that the report lists instead.
+    /// Number of settings that the report or a comment has instead.
     pub left: usize,
+    /// Values that are comments because they would be refused, with their places and the reason.
+    pub refused: Vec<String>,
     /// Settings that the table does not have, with their places.
     pub unknown: Vec<String>,
     /// Keys that are missing.
