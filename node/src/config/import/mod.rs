@@ -91,10 +91,7 @@ impl ImportKind {
             (Self::Aibrix, false) => words::env_file(text),
             (Self::Smg | Self::VllmRouter, true) => words::containers(text, programs),
             (Self::Smg | Self::VllmRouter, false) => words::script(text, programs),
-            (Self::Epp, _) => Ok(Found {
-                settings: epp::read(text)?,
-                ..Found::default()
-            }),
+            (Self::Epp, _) => epp::read(text),
         }
     }
 }

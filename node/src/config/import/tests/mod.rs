@@ -152,51 +152,51 @@ data:
         "map.yaml",
         config_map,
         expect![[r##"
-        # From map.yaml.
+            # From map.yaml.
 
-        # To complete:
-        # - [[backends]] with `id` and `url`, or [[discovery]]: no engine is named
+            # To complete:
+            # - [[backends]] with `id` and `url`, or [[discovery]]: no engine is named
 
-        # For production:
-        # - cluster.peers, listen.advertise and cluster.secret_file make several replicas a cluster; this is one of its own
+            # For production:
+            # - cluster.peers, listen.advertise and cluster.secret_file make several replicas a cluster; this is one of its own
 
-        [node]
-        id = 1                                                   # each replica has its own
+            [node]
+            id = 1                                                   # each replica has its own
 
-        [listen]
-        picker = "0.0.0.0:9002"                                  # the endpoint picker's usual port
+            [listen]
+            picker = "0.0.0.0:9002"                                  # the endpoint picker's usual port
 
-        [routing]
-        policy = "epp"                                           # the weighted scorers
+            [routing]
+            policy = "epp"                                           # the weighted scorers
 
-        [routing.epp]
-        prefix_weight = 15                                       # map.yaml:21 prefix-cache-scorer.weight
-        queue_weight = 10                                        # map.yaml:23 queue-scorer.weight
-        kv_weight = 0                                            # no profile has the scorer
+            [routing.epp]
+            prefix_weight = 15                                       # map.yaml:21 prefix-cache-scorer.weight
+            queue_weight = 10                                        # map.yaml:23 queue-scorer.weight
+            kv_weight = 0                                            # no profile has the scorer, or none is listed
 
-        [picker]
-        endpoints = 3                                            # map.yaml:17 max-score-picker.maxNumOfEndpoints
+            [picker]
+            endpoints = 3                                            # map.yaml:17 max-score-picker.maxNumOfEndpoints
 
-        [admission]
-        max_wait = "30s"                                         # map.yaml:27 flowControl.defaultRequestTTL
+            [admission]
+            max_wait = "30s"                                         # map.yaml:27 flowControl.defaultRequestTTL
 
-        [limits]
-        max_held_bodies = 1073741824                             # map.yaml:28 flowControl.maxBytes
+            [limits]
+            max_held_bodies = 1073741824                             # map.yaml:28 flowControl.maxBytes
 
-        # Not known:
-        # - map.yaml:29 flowControl.frobnicate: not known
+            # Not known:
+            # - map.yaml:29 flowControl.frobnicate: not known
 
-        # Without a counterpart:
-        # - map.yaml:14 load-aware-scorer: no counterpart: `epp` weighs queues and caches only; the policy `cost` weighs running requests and tokens, at prices learned per engine
-        # - map.yaml:24 load-aware-scorer.weight: no counterpart: `epp` weighs queues and caches only; the policy `cost` weighs running requests and tokens, at prices learned per engine
+            # Without a counterpart:
+            # - map.yaml:24 load-aware-scorer.weight: no counterpart: `epp` weighs queues and caches only; the policy `cost` weighs running requests and tokens, at prices learned per engine
+            # - map.yaml:14 load-aware-scorer: no counterpart: `epp` weighs queues and caches only; the policy `cost` weighs running requests and tokens, at prices learned per engine
 
-        # Nothing to set:
-        # - map.yaml:9 prefix-cache-scorer: nothing to set: the weight counts
-        # - map.yaml:12 prefix-cache-scorer.hashBlockSize: nothing to set: engines report block size and capacity; `[[models]] block_size` and `[[backends]] capacity_blocks` override them, and prompts match over their whole length
-        # - map.yaml:13 queue-scorer: nothing to set: the weight counts
-        # - map.yaml:15 max-score-picker: nothing to set: the best score wins
-        # - map.yaml:7 featureGates.flowControl: nothing to set: requests always queue when engines are full
-    "##]],
+            # Nothing to set:
+            # - map.yaml:9 prefix-cache-scorer: nothing to set: the weight counts
+            # - map.yaml:12 prefix-cache-scorer.hashBlockSize: nothing to set: engines report block size and capacity; `[[models]] block_size` and `[[backends]] capacity_blocks` override them, and prompts match over their whole length
+            # - map.yaml:13 queue-scorer: nothing to set: the weight counts
+            # - map.yaml:15 max-score-picker: nothing to set: the best score wins
+            # - map.yaml:7 featureGates.flowControl: nothing to set: requests always queue when engines are full
+        "##]],
     );
 }
 

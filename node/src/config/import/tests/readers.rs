@@ -123,6 +123,45 @@ fn weights_become_integers_together() {
 }
 
 #[test]
+fn without_profiles_each_scorer_has_weight_one() {
+    let head = "kind: EndpointPickerConfig\nplugins:\n- type: queue-scorer\n- type: \
+                prefix-cache-scorer\n- type: random-picker\n";
+    for profiles in ["", "schedulingProfiles: []\n"] {
+        let text = format!("{head}{profiles}");
+        let config = imported(ImportKind::Epp, "epp.yaml", &text).config;
+        for line in [
+            "\nprefix_weight = 1 ",
+            "\nqueue_weight = 1 ",
+            "\nkv_weight = 0 ",
+            "\npolicy = \"random\" ",
+        ] {
+            assert!(config.contains(line), "{line} in {config}");
+        }
+    }
+}
+
+#[test]
+fn a_picker_counts_if_a_profile_takes_it() {
+    let config = |pickers: &str| {
+        let text = format!(
+            "kind: EndpointPickerConfig\nplugins:\n- type: max-score-picker\n- type: \
+             random-picker\n  name: r\nschedulingProfiles:\n- plugins: [{pickers}]\n  extra: 1\n"
+        );
+        imported(ImportKind::Epp, "epp.yaml", &text).config
+    };
+    let unused = config("{pluginRef: max-score-picker}");
+    assert!(unused.contains("policy = \"epp\""), "{unused}");
+    let told = "# Not read:\n# - epp.yaml:4: `random-picker`, which no profile refers to\n";
+    assert!(unused.contains(told), "{unused}");
+    assert!(
+        unused.contains("schedulingProfiles.extra: not known"),
+        "{unused}"
+    );
+    let used = config("{pluginRef: r}");
+    assert!(used.contains("policy = \"random\""), "{used}");
+}
+
+#[test]
 fn a_bad_file_is_refused_at_its_line() {
     refused(
         ImportKind::Smg,

@@ -96,6 +96,8 @@ fn picker_config(name: &str, value: &str) -> String {
         "requestHandler",
         "parser",
     ];
+    // Without any profile, a scorer has a weight.
+    let profile = "schedulingProfiles: [{plugins: []}]\n";
     match rest {
         _ if first == "featureGates" => format!("{kind}featureGates: [{rest}]\n"),
         _ if sections.contains(&first) => format!("{kind}{first}: {{{}}}\n", nested(rest)),
@@ -103,9 +105,9 @@ fn picker_config(name: &str, value: &str) -> String {
             "{kind}plugins: [{{type: {first}}}]\nschedulingProfiles: [{{plugins: [{{pluginRef: \
              {first}, weight: {value}}}]}}]\n"
         ),
-        "" => format!("{kind}plugins: [{{type: {first}}}]\n"),
+        "" => format!("{kind}plugins: [{{type: {first}}}]\n{profile}"),
         _ => format!(
-            "{kind}plugins: [{{type: {first}, parameters: {{{}}}}}]\n",
+            "{kind}plugins: [{{type: {first}, parameters: {{{}}}}}]\n{profile}",
             nested(rest)
         ),
     }
