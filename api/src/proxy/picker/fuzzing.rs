@@ -36,12 +36,14 @@ pub fn gateway_message(bytes: &[u8]) {
     let Ok(message) = GatewayMessage::read(&Bytes::copy_from_slice(bytes)) else {
         return;
     };
-    let told = &message.metadata;
-    if let OfferedEndpoints::Those(those) = metadata::offered(told) {
+    let Ok(told) = metadata::read(&message.metadata) else {
+        return;
+    };
+    if let OfferedEndpoints::Those(those) = metadata::offered(&told) {
         assert!(those.is_sorted());
         assert!(those.len() <= metadata::HINTED_MAX, "{}", those.len());
     }
-    if let Some(served) = metadata::served(told) {
+    if let Some(served) = metadata::served(&told) {
         let served = served.to_string();
         let mut back = PickerMessage::new();
         metadata::write_destination(&mut back, &served);

@@ -97,7 +97,8 @@ impl GatewayMessage {
                 (7, Field::Bytes(_)) => told = Some(ToldPart::ResponseTrailers),
                 (8, Field::Bytes(it)) => metadata = message.slice_ref(it),
                 (9, Field::Bytes(it)) => {
-                    details = details.or_else(|| metadata::details(it).map(str::to_owned));
+                    let told = metadata::details(it).map_err(malformed)?;
+                    details = details.or(told);
                 }
                 (10, Field::Number(it)) => is_observed = it != 0,
                 (11, Field::Bytes(it)) => {
@@ -162,6 +163,7 @@ mod tests {
         HeaderMap, HeaderValue, HttpBody, HttpHeaders, HttpTrailers, Metadata, ProcessingRequest,
     };
     use crate::proxy::picker::{DETAILS, NAMESPACE, SERVED};
+    use crate::routing::OfferedEndpoints;
 
     fn text(key: &str, text: &str) -> Struct {
         let kind = Some(Kind::StringValue(text.to_owned()));
@@ -206,6 +208,13 @@ mod tests {
                 headers: headers.collect(),
             }
         })
+    }
+
+    #[test]
+    fn malformed_metadata_ends_the_stream_and_offers_nothing() {
+        let none = metadata::read(&[]).expect("none is no fault");
+        assert_eq!(metadata::offered(&none), OfferedEndpoints::All);
+        assert!(metadata::read(&[0x0a, 5, 1]).is_err());
     }
 
     proptest! {

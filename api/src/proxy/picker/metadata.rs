@@ -2,52 +2,66 @@
 
 use std::net::SocketAddr;
 
-use super::wire::{Field, Fields, PickerMessage};
+use prost::Message as _;
+use prost_types::value::Kind;
+use prost_types::{Struct, Value};
+use tonic::Status;
+
+use super::ext_proc::Metadata;
+use super::wire::{Fields, Malformed, PickerMessage};
 use super::{DESTINATION, DETAILS, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE};
 use crate::routing::OfferedEndpoints;
 
 /// Maximum number of endpoints in a hint.
 pub(super) const HINTED_MAX: usize = 4096;
 
-/// Number of the map in `Metadata` and in `Struct`, and of the list in `ListValue`.
+/// Number of the map in `Struct`.
 const ENTRIES: u64 = 1;
 /// Numbers of the kinds of a `Value`.
 const TEXT: u64 = 3;
 const STRUCT: u64 = 5;
-const LIST: u64 = 6;
 
-/// Returns the endpoints that a gateway offers for a request by its `Metadata`: all, unless it names
-/// some. Values other than an address with a port are ignored.
-pub(super) fn offered(told: &[u8]) -> OfferedEndpoints {
+/// Reads a gateway's `Metadata` from the wire.
+///
+/// # Errors
+/// Returns the error that ends the stream if it is malformed: a hint that cannot be read must not
+/// offer every endpoint.
+pub(super) fn read(told: &[u8]) -> Result<Metadata, Status> {
+    let why = "metadata_context cannot be read: it is malformed";
+    Metadata::decode(told).map_err(|_| Status::invalid_argument(why))
+}
+
+/// Returns the endpoints that a gateway offers for a request: all, unless it names some. Values
+/// other than an address with a port are ignored.
+pub(super) fn offered(told: &Metadata) -> OfferedEndpoints {
     let Some(hint) = value(told, SUBSET_NAMESPACE, SUBSET) else {
         return OfferedEndpoints::All;
     };
-    let texts: Vec<&str> = if let Some(list) = Fields::of(hint).bytes(LIST) {
-        let values = Fields::of(list).filter_map(|field| match field {
-            Ok((ENTRIES, Field::Bytes(value))) => text(value),
-            _ => None,
-        });
-        values.collect()
-    } else {
-        let listed = text(hint).into_iter();
-        listed.flat_map(|it| it.split(',').map(str::trim)).collect()
+    let texts: Vec<&str> = match &hint.kind {
+        Some(Kind::ListValue(list)) => list.values.iter().filter_map(text).collect(),
+        Some(Kind::StringValue(text)) => text.split(',').map(str::trim).collect(),
+        _ => Vec::new(),
     };
     let endpoints = texts.iter().take(HINTED_MAX);
     OfferedEndpoints::those(endpoints.filter_map(|it| it.parse().ok()).collect())
 }
 
-/// Returns the endpoint that responded by a gateway's `Metadata`; `None` if it does not report it.
-pub(super) fn served(told: &[u8]) -> Option<SocketAddr> {
-    let served = value(told, NAMESPACE, SERVED)?;
-    text(served)?.trim().parse().ok()
+/// Returns the endpoint that responded; `None` if the gateway does not report it.
+pub(super) fn served(told: &Metadata) -> Option<SocketAddr> {
+    text(value(told, NAMESPACE, SERVED)?)?.trim().parse().ok()
 }
 
 /// Returns the gateway's reason for a response by an entry of its attributes; `None` if it sends
 /// none. The attributes are in a struct under the name of the gateway's filter, which its operator
 /// may choose.
-pub(super) fn details(attributes: &[u8]) -> Option<&str> {
-    let of_filter = Fields::of(attributes).bytes(2)?;
-    text(Fields::of(of_filter).entry(ENTRIES, DETAILS)?)
+///
+/// # Errors
+/// If the entry is malformed.
+pub(super) fn details(attributes: &[u8]) -> Result<Option<String>, Malformed> {
+    let of_filter = Fields::of(attributes).bytes(2)?.unwrap_or_default();
+    let of_filter = Struct::decode(of_filter).map_err(|_| Malformed)?;
+    let found = of_filter.fields.get(DETAILS).and_then(text);
+    Ok(found.map(str::to_owned))
 }
 
 /// Writes the `Struct` that names the endpoints for a request.
@@ -65,11 +79,13 @@ pub(super) fn write_destination(message: &mut PickerMessage, endpoints: &str) {
     });
 }
 
-fn value<'a>(told: &'a [u8], namespace: &str, key: &str) -> Option<&'a [u8]> {
-    let found = Fields::of(told).entry(ENTRIES, namespace)?;
-    Fields::of(found).entry(ENTRIES, key)
+fn value<'a>(told: &'a Metadata, namespace: &str, key: &str) -> Option<&'a Value> {
+    told.filter_metadata.get(namespace)?.fields.get(key)
 }
 
-fn text(value: &[u8]) -> Option<&str> {
-    std::str::from_utf8(Fields::of(value).bytes(TEXT)?).ok()
+fn text(value: &Value) -> Option<&str> {
+    match &value.kind {
+        Some(Kind::StringValue(text)) => Some(text),
+        _ => None,
+    }
 }

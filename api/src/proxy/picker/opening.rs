@@ -89,11 +89,12 @@ impl PickerStream {
         let access = proxy.access.begin(&id, asked, trace_id);
         accounting.request_metrics().logs(access);
         accounting.request_metrics().traces(trace.clone());
+        let told_beside = metadata::read(&message.metadata).map_err(StreamHalt::Broken)?;
         let opening = StreamOpening {
             head,
             is_unslashed,
             is_bodiless: told.end_of_stream,
-            endpoints: metadata::offered(&message.metadata),
+            endpoints: metadata::offered(&told_beside),
             trace,
         };
         Ok((opening, modes))

@@ -169,7 +169,7 @@ impl PickerStream {
         let dispatched = (&decision, attempt, known_at);
         let passed = self.begin((&sending, wanted), dispatched, &head, accounting);
         let (passed, headers) = passed;
-        drop((sending, held));
+        drop((sending, held, upload));
         drop(proxied);
         self.out.send(headers).await?;
         passed
@@ -223,11 +223,12 @@ impl PickerStream {
                 let why = "response_headers have no status, or are malformed";
                 return Err(StreamHalt::Broken(Status::invalid_argument(why)));
             };
+            let told_beside = metadata::read(&message.metadata).map_err(StreamHalt::Broken)?;
             return Ok(AnswerHead {
                 status,
                 headers,
                 is_over: told.end_of_stream,
-                served: metadata::served(&message.metadata),
+                served: metadata::served(&told_beside),
                 details: message.details,
             });
         }

@@ -39,24 +39,19 @@ impl<'a> Fields<'a> {
         Self(message)
     }
 
-    /// Returns the bytes of the first field with this number.
-    pub(super) fn bytes(mut self, number: u64) -> Option<&'a [u8]> {
-        self.find_map(|field| match field {
-            Ok((found, Field::Bytes(bytes))) if found == number => Some(bytes),
-            _ => None,
-        })
-    }
-
-    /// Returns the value under `key` in the map with this number.
-    pub(super) fn entry(mut self, number: u64, key: &str) -> Option<&'a [u8]> {
-        self.find_map(|field| match field {
-            Ok((found, Field::Bytes(entry))) if found == number => {
-                let entry = Fields(entry);
-                let is_key = entry.bytes(1) == Some(key.as_bytes());
-                is_key.then(|| entry.bytes(2).unwrap_or_default())
+    /// Returns the bytes of the last field with this number; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the message is malformed.
+    pub(super) fn bytes(self, number: u64) -> Result<Option<&'a [u8]>, Malformed> {
+        let mut last = None;
+        for field in self {
+            match field? {
+                (found, Field::Bytes(bytes)) if found == number => last = Some(bytes),
+                _ => {}
             }
-            _ => None,
-        })
+        }
+        Ok(last)
     }
 
     fn number(&mut self) -> Result<u64, Malformed> {
