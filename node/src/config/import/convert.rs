@@ -14,7 +14,10 @@ pub(super) fn value(unit: Unit, values: &[String]) -> Result<Option<Value>, Expe
         .map(|it| it.trim())
         .filter(|it| !it.is_empty());
     let text = match unit {
-        Unit::Texts => return Ok(Some(json!(values))),
+        Unit::Texts => {
+            let urls = values.iter().map(|it| public_url(it));
+            return Ok(Some(json!(urls.collect::<Vec<_>>())));
+        }
         Unit::Selector => return Ok(Some(json!(values.join(",")))),
         _ => text.ok_or("a value")?,
     };
@@ -43,10 +46,22 @@ pub(super) fn value(unit: Unit, values: &[String]) -> Result<Option<Value>, Expe
             false => return Ok(None),
         },
         Unit::Collector => match text.contains("://") {
-            true => json!(text),
-            false => json!(format!("http://{text}")),
+            true => json!(public_url(text)),
+            false => json!(format!("http://{}", public_url(text))),
         },
     }))
+}
+
+/// Returns a URL without what may be secret: user and password, query and fragment.
+pub(super) fn public_url(url: &str) -> String {
+    let (scheme, place) = match url.split_once("://") {
+        Some((scheme, place)) => (format!("{scheme}://"), place),
+        None => (String::new(), url),
+    };
+    let place = place.split(['?', '#']).next().unwrap_or_default();
+    // A password may have a `/`, a path hardly an `@`.
+    let place = place.rsplit('@').next().unwrap_or_default();
+    scheme + place
 }
 
 fn number(text: &str) -> Result<f64, Expected> {

@@ -111,7 +111,7 @@ impl Draft {
                 let refuse = |expected| {
                     let message = match &*setting.values {
                         [] => format!("{name} has no value"),
-                        values => format!("{name} is {:?}", values.join(" ")),
+                        [value, ..] => format!("{name} is {value:?}"),
                     };
                     Fault::new(setting.line, &message, expected)
                 };
@@ -243,10 +243,16 @@ impl Draft {
     }
 
     fn backend(&mut self, url: &str, stage: Option<&str>, source: &str) {
-        let url = url.trim();
-        if url.is_empty() {
+        let Some(url) = Some(url.trim()).filter(|url| !url.is_empty()) else {
             return;
+        };
+        let public = convert::public_url(url);
+        if public != url {
+            let why = "user, password and query of the URL are left out: set `[[backends]] \
+                       api_key_file` instead";
+            self.leave(Reason::ByHand, source, why);
         }
+        let url = &*public;
         let entry = format!("backends[{}]", self.backends);
         self.backends += 1;
         self.set(&format!("{entry}.url"), json!(url), source);

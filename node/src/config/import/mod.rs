@@ -120,7 +120,7 @@ fn import_texts(kind: ImportKind, files: &[(String, String)]) -> Result<Imported
             let mut settings = found.settings.iter();
             settings.try_for_each(|setting| draft.add(name, setting))
         };
-        read().map_err(|fault| fault.in_file(name, text))?;
+        read().map_err(|fault| fault.in_file(name))?;
     }
     let names: Vec<_> = files.iter().map(|(name, _)| name.as_str()).collect();
     Ok(draft.finish(&names.join(", ")))
@@ -142,17 +142,14 @@ fn read_file(path: &Path) -> Result<(String, String), ConfigErrors> {
 }
 
 impl Fault {
-    /// Returns the fault as an error with the line that it is in.
-    fn in_file(self, name: &str, text: &str) -> ConfigErrors {
-        let mut lines = text.split_inclusive('\n');
-        let start = lines.by_ref().take(self.line.saturating_sub(1));
-        let start = start.map(str::len).sum();
-        let len = lines.next().map_or(0, |line| line.trim_end().len());
+    /// Returns the fault as an error at its line, without the line's text: it may have secrets.
+    fn in_file(self, name: &str) -> ConfigErrors {
+        let at = self.line.saturating_sub(1);
         let error = ConfigError {
             message: self.message,
             expected: self.expected,
-            place: Place::File(start..start + len),
+            place: Place::File(at..at),
         };
-        ConfigErrors::new(name.to_owned(), text.to_owned(), vec![error])
+        ConfigErrors::new(name.to_owned(), "\n".repeat(self.line), vec![error])
     }
 }

@@ -76,3 +76,49 @@ fn a_file_that_this_machine_lacks_stays_in_the_config() {
     );
     assert_eq!(half.refused.len(), 1, "{}", half.config);
 }
+
+#[test]
+fn secrets_are_not_in_the_result() {
+    for (name, text) in [
+        (
+            "run.sh",
+            "smg --worker-urls http://u:p-SECRET/@gpu:1?key=SECRET#SECRET SECRET@b:2 ",
+        ),
+        (
+            "run.sh",
+            "smg --otlp-traces-endpoint http://SECRET@c:4317?SECRET",
+        ),
+        ("run.sh", "smg --otlp-traces-endpoint u:SECRET@c:4317"),
+        (
+            "run.sh",
+            "smg --cors-allowed-origins https://SECRET@a.example",
+        ),
+        (
+            "run.sh",
+            "smg --api-key SECRET --port 1 --frobnicate SECRET",
+        ),
+        ("run.sh", "smg --worker-urls grpc://SECRET@gpu:1?SECRET"),
+    ] {
+        let made = imported(ImportKind::Smg, name, text);
+        let told = [
+            made.incomplete,
+            made.refused,
+            made.unknown,
+            vec![made.config],
+        ];
+        let told = told.concat().concat();
+        assert!(!told.contains("SECRET"), "{told}");
+    }
+    for (kind, name, text) in [
+        (ImportKind::Smg, "run.sh", "smg --api-key SECRET --port abc"),
+        (ImportKind::Smg, "run.sh", "smg --port x SECRET"),
+        (ImportKind::Smg, "run.sh", "smg --api-key 'SECRET"),
+        (ImportKind::Aibrix, "a.env", "A=1\nSECRET"),
+        (ImportKind::Aibrix, "a.env", "S-ECRET SECRET=1"),
+        (ImportKind::Smg, "run.yaml", "args: [SECRET\n\nb: 'SECRET"),
+    ] {
+        let files = [(name.to_owned(), text.to_owned())];
+        let errors = import_texts(kind, &files).expect_err("the file must be refused");
+        assert!(!errors.to_string().contains("SECRET"), "{errors}");
+    }
+}

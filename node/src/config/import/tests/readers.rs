@@ -171,8 +171,8 @@ fn a_bad_file_is_refused_at_its_line() {
             error: a quote that is not closed
              --> a.sh:2:1
               |
-            2 |   --port 'x
-              | ^^^^^^^^^^^ expected a closing quote on the same line
+            2 |
+              | ^ expected a closing quote on the same line
 
             a.sh: 1 fault
         "#]],
