@@ -87,7 +87,8 @@ impl Draft {
         let row = self.table.row(name, &value);
         let row = row.or_else(|| self.table.row(&bare?, &value));
         let values = self.table.values(name);
-        if !values.is_empty() {
+        let has_value_only = !values.is_empty() && self.table.row(name, "").is_none();
+        if has_value_only || values.contains(&&*value) {
             source.push_str(&format!(" {value}"));
         }
         let Some(row) = row else {
@@ -117,7 +118,7 @@ impl Draft {
                 };
                 self.key(path, *unit, setting, &source).map_err(refuse)?;
             }
-            Fate::Set(set) if !values.is_empty() => self.set_all(set, &source),
+            Fate::Set(set) if values.contains(&&*value) => self.set_all(set, &source),
             Fate::Set(set) => match setting.is_on() {
                 Some(true) => self.turn(set, &source),
                 Some(false) => self.leave(Reason::Unneeded, &source, "off, nothing to set"),

@@ -9,6 +9,10 @@ mod convert;
 mod draft;
 mod epp;
 #[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(
+    not(feature = "fuzzing"),
+    expect(unreachable_pub, reason = "the targets are public with the feature")
+)]
 pub(crate) mod fuzzing;
 mod source;
 #[cfg(test)]

@@ -345,3 +345,47 @@ fn a_switch_counts_before_and_after_what_it_turns_off() {
         );
     }
 }
+
+#[test]
+fn limits_that_mean_something_else_are_set_by_hand() {
+    for (kind, name, text, key) in [
+        (
+            ImportKind::Aibrix,
+            "a.env",
+            "AIBRIX_PREFILL_REQUEST_TIMEOUT=60",
+            "first_byte",
+        ),
+        (
+            ImportKind::Smg,
+            "a.sh",
+            "smg --health-check-interval-secs 60",
+            "interval",
+        ),
+        (
+            ImportKind::VllmRouter,
+            "a.sh",
+            "vllm-router --max-concurrent-requests 9",
+            "max_requests",
+        ),
+        (ImportKind::Smg, "a.sh", "smg --queue-size 0", "max_queue"),
+    ] {
+        let config = imported(kind, name, text).config;
+        assert!(config.contains("# To be set by hand:\n# - a."), "{config}");
+        assert!(!config.contains(&format!("\n{key} = ")), "{config}");
+    }
+    let config = imported(ImportKind::Smg, "a.sh", "smg --max-concurrent-requests 9").config;
+    assert!(config.contains("\nmax_requests = 9 "), "{config}");
+}
+
+#[test]
+fn zero_keeps_its_meaning() {
+    let text = "kind: EndpointPickerConfig\nflowControl: {maxRequests: 0, maxBytes: 0, \
+                defaultRequestTTL: 0s}\n";
+    let made = imported(ImportKind::Epp, "a.yaml", text);
+    assert_eq!((made.carried, made.left), (0, 3), "{}", made.config);
+    assert!(made.refused.is_empty(), "{:?}", made.refused);
+    let config = imported(ImportKind::Smg, "a.sh", "smg --retry-max-retries 0").config;
+    assert!(config.contains("\nattempts = 1 "), "{config}");
+    let config = imported(ImportKind::Smg, "a.sh", "smg --retry-max-retries 3").config;
+    assert!(config.contains("\nattempts = 3 "), "{config}");
+}
