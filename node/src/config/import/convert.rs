@@ -25,7 +25,8 @@ pub(super) fn value(unit: Unit, values: &[String]) -> Result<Option<Value>, Expe
         Unit::Texts | Unit::Selector | Unit::Text | Unit::Host | Unit::Urls | Unit::Url => {
             json!(text)
         }
-        Unit::Integer | Unit::Port => json!(integer(text)?),
+        Unit::Integer => json!(integer(text)?),
+        Unit::Port => json!(port(text)?),
         Unit::Limit => match integer(text)? {
             ..=0 => return Ok(None),
             limit => json!(limit),
@@ -69,11 +70,19 @@ fn number(text: &str) -> Result<f64, Expected> {
     number.ok_or("a number")
 }
 
-/// Reads an integer, also one with a fraction of zero.
+/// Whether a value gets rounded to an integer.
+pub(super) fn is_rounded(unit: Unit, values: &[String]) -> bool {
+    let number = values.first().and_then(|it| number(it.trim()).ok());
+    matches!(unit, Unit::Integer | Unit::Limit) && number.is_some_and(|it| it.fract() != 0.0)
+}
+
+/// Reads an integer, also with a fraction, which is rounded.
 fn integer(text: &str) -> Result<i64, Expected> {
-    let number = number(text)?;
-    let is_whole = number.fract() == 0.0;
-    is_whole.then_some(number as i64).ok_or("an integer")
+    Ok(number(text)?.round() as i64)
+}
+
+fn port(text: &str) -> Result<u16, Expected> {
+    text.parse().map_err(|_| "a port")
 }
 
 fn thousandths(text: &str) -> Result<i64, Expected> {
@@ -84,25 +93,35 @@ fn thousandths(text: &str) -> Result<i64, Expected> {
         .ok_or("a number of at least 0")
 }
 
-/// Reads a quantity of Kubernetes.
+/// Reads a quantity of Kubernetes; rounds a fraction up, as it does.
 fn quantity(text: &str) -> Result<i64, Expected> {
-    let at = text
-        .find(|c: char| c.is_ascii_alphabetic())
-        .unwrap_or(text.len());
-    let (digits, suffix) = text.split_at(at);
-    let powers = ["", "k", "M", "G", "T"];
-    let power = |suffix: &str| powers.iter().position(|it| *it == suffix);
-    let scale = match (power(suffix), suffix) {
-        (Some(power), _) => 1000f64.powi(power as i32),
-        (None, "Ki") => 1024.0,
-        (None, _) => {
-            let power = suffix.strip_suffix('i').and_then(power);
-            1024f64.powi(power.ok_or("a quantity, such as 5k or 1Gi")? as i32)
+    const EXPECTED: Expected = "a quantity, such as 5k or 1Gi";
+    // An exponent, as in 1e3, is a part of the number.
+    let number = match number(text) {
+        Ok(number) => number,
+        Err(_) => {
+            let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+            let scale = match &text[digits.len()..] {
+                "n" => 1e-9,
+                "u" => 1e-6,
+                "m" => 1e-3,
+                suffix => {
+                    let (suffix, base) = match suffix.strip_suffix('i') {
+                        Some("k") => return Err(EXPECTED),
+                        Some("K") => ("k", 1024f64),
+                        Some(suffix) => (suffix, 1024f64),
+                        None => (suffix, 1000f64),
+                    };
+                    let mut powers = ["k", "M", "G", "T", "P", "E"].iter();
+                    let power = powers.position(|it| *it == suffix).ok_or(EXPECTED)?;
+                    base.powi(power as i32 + 1)
+                }
+            };
+            number(digits)? * scale
         }
     };
-    let number = number(digits)? * scale;
-    let is_whole = (0.0..1e15).contains(&number);
-    is_whole
-        .then_some(number.round() as i64)
-        .ok_or("a quantity, such as 5k or 1Gi")
+    // The parts of a fraction are decimal, those of an f64 are not.
+    let whole = (number - 1e-9).ceil().max(0.0);
+    let is_valid = number >= 0.0 && whole < i64::MAX as f64;
+    is_valid.then_some(whole as i64).ok_or(EXPECTED)
 }

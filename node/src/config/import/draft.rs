@@ -84,16 +84,17 @@ impl Draft {
         let value = setting.values.join(" ");
         // `sglang.launch_server` has the router's flags behind this prefix.
         let bare = name.strip_prefix("--router-").map(|it| format!("--{it}"));
-        let row = self.table.row(name, &value);
-        let row = row.or_else(|| self.table.row(&bare?, &value));
-        let values = self.table.values(name);
-        let has_value_only = !values.is_empty() && self.table.row(name, "").is_none();
+        let bare = bare.filter(|_| self.table.row(name, "").is_none());
+        let known = bare.as_ref().unwrap_or(name);
+        let (row, values) = (self.table.row(known, &value), self.table.values(known));
+        let has_value_only = !values.is_empty() && self.table.row(known, "").is_none();
         if has_value_only || values.contains(&&*value) {
             source.push_str(&format!(" {value}"));
         }
         let Some(row) = row else {
             let (reason, why) = match setting.is_filled_in() {
                 _ if values.is_empty() => (Reason::Unknown, "not known".to_owned()),
+                _ if setting.is_empty() => (Reason::Unneeded, "empty, nothing to set".to_owned()),
                 true => (Reason::ByHand, "filled in elsewhere".to_owned()),
                 false => {
                     let why = format!("not known, expected one of {}", values.join(", "));
@@ -103,6 +104,10 @@ impl Draft {
             self.leave(reason, &source, &why);
             return Ok(());
         };
+        if setting.is_empty() {
+            self.leave(Reason::Unneeded, &source, "empty, nothing to set");
+            return Ok(());
+        }
         match &row.fate {
             Fate::Key(..) | Fate::Set(_) if setting.is_filled_in() => {
                 let why = format!("filled in elsewhere: {}", row.told());
@@ -159,6 +164,11 @@ impl Draft {
             }
             return Ok(());
         }
+        let rounded = format!("{source}, rounded");
+        let source = match convert::is_rounded(unit, &setting.values) {
+            true => &rounded,
+            false => source,
+        };
         match (convert::value(unit, &setting.values)?, unit) {
             (Some(value), Unit::Host | Unit::Port) => self.listen(path, &value, source),
             (Some(value), _) => self.set(path, value, source),

@@ -114,6 +114,7 @@ fn import_texts(kind: ImportKind, files: &[(String, String)]) -> Result<Imported
     let mut draft = Draft::new(kind.table());
     for (name, text) in files {
         let mut read = || {
+            let text = text.strip_prefix('\u{feff}').unwrap_or(text);
             let found = kind.read(name, text)?;
             if found.settings.is_empty() {
                 return Err(Fault::new(1, "no setting is in the file", kind.expected()));

@@ -37,6 +37,11 @@ impl Setting {
         }
     }
 
+    /// Whether the value is an empty text.
+    pub(super) fn is_empty(&self) -> bool {
+        !self.values.is_empty() && self.values.iter().all(|value| value.trim().is_empty())
+    }
+
     /// Whether the value is the word for "off", not a number.
     pub(super) fn is_false(&self) -> bool {
         let value = self.values.first();

@@ -75,7 +75,14 @@ pub(super) fn env_file(text: &str) -> Result<Found, Fault> {
         }
         let value = shlex::split(value).unwrap_or_else(|| vec![value.to_owned()]);
         let setting = Setting::new(name, vec![value.join(" ")], nth + 1);
-        found.settings.push(setting);
+        // A shell keeps the last value.
+        if let Some(earlier) = found.settings.iter_mut().find(|it| it.name == name) {
+            let told = format!("{name}, which line {} sets again", nth + 1);
+            found.unread.push((earlier.line, told));
+            *earlier = setting;
+        } else {
+            found.settings.push(setting);
+        }
     }
     Ok(found)
 }

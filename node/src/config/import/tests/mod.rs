@@ -4,6 +4,7 @@ mod guide;
 mod hostile;
 mod readers;
 mod rows;
+mod values;
 
 use clap::ValueEnum;
 use expect_test::{Expect, expect};
