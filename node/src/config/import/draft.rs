@@ -108,6 +108,14 @@ impl Draft {
             self.leave(Reason::Unneeded, &source, "empty, nothing to set");
             return Ok(());
         }
+        let read = match &row.fate {
+            Fate::Key(_, Unit::Urls | Unit::Texts | Unit::Selector) => usize::MAX,
+            Fate::Key(_, Unit::Url) => 2,
+            _ => 1,
+        };
+        if setting.values.len() > read && !setting.is_filled_in() {
+            self.leave(Reason::Unread, &source, "values after the first one");
+        }
         match &row.fate {
             Fate::Key(..) | Fate::Set(_) if setting.is_filled_in() => {
                 let why = format!("filled in elsewhere: {}", row.told());

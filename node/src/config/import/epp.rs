@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::source::{Fault, Setting};
-use super::words::Found;
+use super::words::{Found, aliases};
 use super::yaml::{self, Node, NodeKind};
 
 /// Reads the settings of every `EndpointPickerConfig` in a file: a document of its own, or text in
@@ -17,6 +17,7 @@ pub(super) fn read(text: &str) -> Result<Found, Fault> {
     for document in yaml::documents(text, 1)? {
         configs(&document, &mut |config| {
             is_found = true;
+            config.walk(&mut |node| aliases(node, &mut found));
             settings_of(config, &mut found)
         })?;
     }
@@ -39,7 +40,7 @@ fn configs(node: &Node, found: &mut dyn FnMut(&Node) -> Result<(), Fault>) -> Re
             let mut documents = yaml::documents(text, node.line)?.into_iter();
             documents.try_for_each(|it| configs(&it, found))
         }
-        NodeKind::Text(_) => Ok(()),
+        NodeKind::Text(_) | NodeKind::Alias => Ok(()),
     }
 }
 

@@ -29,10 +29,11 @@ pub(super) fn containers(text: &str, programs: &[&str]) -> Result<Found, Fault> 
         if matches!(document.kind, NodeKind::List(_)) {
             let words = document.elements().iter();
             let words = words.filter_map(|it| Some((it.text()?.to_owned(), it.line)));
-            flags(&words.collect::<Vec<_>>(), &mut found.settings);
+            flags(&words.collect::<Vec<_>>(), &mut found);
         }
         let mut result = Ok(());
         document.walk(&mut |node| {
+            aliases(node, &mut found);
             if result.is_ok() && (node.get("command").is_some() || node.get("args").is_some()) {
                 result = container(node, programs, &mut found);
             }
@@ -47,7 +48,22 @@ pub(super) fn environments(text: &str, programs: &[&str]) -> Result<Found, Fault
     let mut found = containers(text, programs)?;
     for document in yaml::documents(text, 1)? {
         document.walk(&mut |node| {
+            let is_secret = node.get("kind").and_then(Node::text) == Some("Secret");
+            for (name, is_left) in [
+                ("envFrom", true),
+                ("stringData", true),
+                ("binaryData", true),
+                ("data", is_secret),
+            ] {
+                if let Some(variables) = node.get(name).filter(|_| is_left) {
+                    let told = format!("`{name}`, variables that are not followed");
+                    found.unread.push((variables.line, told));
+                }
+            }
             for name in ["env", "envs", "environment", "data"] {
+                if name == "data" && is_secret {
+                    continue;
+                }
                 if let Some(variables) = node.get(name) {
                     environment(variables, &mut found);
                 }
@@ -55,6 +71,15 @@ pub(super) fn environments(text: &str, programs: &[&str]) -> Result<Found, Fault
         });
     }
     Ok(found)
+}
+
+/// Reports what a node takes from another one.
+pub(super) fn aliases(node: &Node, found: &mut Found) {
+    if matches!(node.kind, NodeKind::Alias) {
+        found
+            .unread
+            .push((node.line, "an alias of YAML".to_owned()));
+    }
 }
 
 /// Reads an env file: lines `NAME=VALUE`, perhaps with `export` and quotes.
@@ -100,7 +125,8 @@ fn environment(variables: &Node, found: &mut Found) {
     }
     for variable in variables.elements() {
         let pair = match variable.text() {
-            Some(text) => text.split_once('='),
+            // A name alone takes its value from elsewhere.
+            Some(text) => text.split_once('=').or(Some((text, "$"))),
             None => variable.get("name").and_then(Node::text).map(|name| {
                 // A value from elsewhere is filled in, as `$NAME` is.
                 (
@@ -152,8 +178,8 @@ fn container(node: &Node, programs: &[&str], found: &mut Found) -> Result<(), Fa
         .iter()
         .position(|(word, _)| is_program(word, programs))
     {
-        Some(at) => flags(&words[at + 1..], &mut found.settings),
-        None if has_flags_only && is_image => flags(&words, &mut found.settings),
+        Some(at) => flags(&words[at + 1..], found),
+        None if has_flags_only && is_image => flags(&words, found),
         None if words.iter().any(|(word, _)| word.starts_with("--")) => {
             let told = "a container of another program".to_owned();
             found.unread.push((node.line, told));
@@ -180,7 +206,7 @@ fn shell(text: &str, first: usize, programs: &[&str], found: &mut Found) -> Resu
         }
         words.extend(split(rest, at)?);
         for command in words.split(|(word, _)| ENDS.contains(&word.as_str())) {
-            let command = before_redirection(command);
+            let command = without_redirections(command);
             let Some((word, line)) = command.first() else {
                 continue;
             };
@@ -190,8 +216,8 @@ fn shell(text: &str, first: usize, programs: &[&str], found: &mut Found) -> Resu
                 .iter()
                 .position(|(word, _)| is_program(word, programs))
             {
-                Some(at) => flags(&command[at + 1..], &mut found.settings),
-                None if is_flags == Some(true) => flags(command, &mut found.settings),
+                Some(at) => flags(&command[at + 1..], found),
+                None if is_flags == Some(true) => flags(&command, found),
                 // What follows `=` may be a secret.
                 None if has_flags => {
                     let name = word.split('=').next().unwrap_or_default();
@@ -206,14 +232,20 @@ fn shell(text: &str, first: usize, programs: &[&str], found: &mut Found) -> Resu
     Ok(())
 }
 
-/// Returns the words of a command before a redirection.
-fn before_redirection(command: &[(String, usize)]) -> &[(String, usize)] {
-    let is_redirection = |(word, _): &(String, usize)| {
-        let word = word.trim_start_matches(|c: char| c.is_ascii_digit());
-        word.starts_with(['>', '<'])
-    };
-    let end = command.iter().position(is_redirection);
-    &command[..end.unwrap_or(command.len())]
+/// Returns the words of a command without redirections.
+fn without_redirections(command: &[(String, usize)]) -> Vec<(String, usize)> {
+    let mut words = command.iter();
+    let mut kept = Vec::new();
+    while let Some((word, line)) = words.next() {
+        let bare = word.trim_start_matches(|c: char| c.is_ascii_digit());
+        if !bare.starts_with(['>', '<']) {
+            kept.push((word.clone(), *line));
+        } else if bare.trim_start_matches(['>', '<', '&', '|']).is_empty() {
+            // The file is the next word.
+            words.next();
+        }
+    }
+    kept
 }
 
 /// Splits a line into its words, as a shell does.
@@ -236,7 +268,8 @@ fn is_program(word: &str, programs: &[&str]) -> bool {
 }
 
 /// Reads flags with their values: `--name=value`, or `--name` and all words up to the next flag.
-fn flags(words: &[(String, usize)], settings: &mut Vec<Setting>) {
+fn flags(words: &[(String, usize)], found: &mut Found) {
+    let settings = &mut found.settings;
     let mut is_open = false;
     for (word, line) in words {
         match word.strip_prefix("--") {
@@ -252,6 +285,11 @@ fn flags(words: &[(String, usize)], settings: &mut Vec<Setting>) {
                 if let Some(last) = settings.last_mut() {
                     last.values.push(word.clone());
                 }
+            }
+            None if word.contains('$') || word.contains("{{") => {
+                found
+                    .unread
+                    .push((*line, "words filled in elsewhere".to_owned()));
             }
             // A subcommand.
             None => {}

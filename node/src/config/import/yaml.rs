@@ -19,12 +19,15 @@ pub(super) enum NodeKind {
     Text(String),
     List(Vec<Node>),
     Map(Vec<(String, Node)>),
+    /// Filled in from elsewhere, like a variable of a shell.
+    Alias,
 }
 
 impl Node {
     pub(super) fn text(&self) -> Option<&str> {
         match &self.kind {
             NodeKind::Text(text) => Some(text),
+            NodeKind::Alias => Some("$"),
             NodeKind::List(_) | NodeKind::Map(_) => None,
         }
     }
@@ -33,7 +36,7 @@ impl Node {
     pub(super) fn entries(&self) -> &[(String, Self)] {
         match &self.kind {
             NodeKind::Map(entries) => entries,
-            NodeKind::Text(_) | NodeKind::List(_) => &[],
+            NodeKind::Text(_) | NodeKind::List(_) | NodeKind::Alias => &[],
         }
     }
 
@@ -41,7 +44,7 @@ impl Node {
     pub(super) fn elements(&self) -> &[Self] {
         match &self.kind {
             NodeKind::List(elements) => elements,
-            NodeKind::Text(_) | NodeKind::Map(_) => &[],
+            NodeKind::Text(_) | NodeKind::Map(_) | NodeKind::Alias => &[],
         }
     }
 
@@ -56,6 +59,7 @@ impl Node {
             NodeKind::Text(text) => {
                 settings.push(Setting::new(path, vec![text.clone()], self.line));
             }
+            NodeKind::Alias => settings.push(Setting::new(path, vec!["$".to_owned()], self.line)),
             NodeKind::List(elements) => elements.iter().for_each(|it| it.leaves(path, settings)),
             NodeKind::Map(entries) => {
                 for (key, node) in entries {
@@ -97,16 +101,15 @@ pub(super) fn documents(text: &str, first: usize) -> Result<Vec<Node>, Fault> {
                 None
             }
             Event::SequenceEnd | Event::MappingEnd => open.pop().map(Builder::done),
-            // Filled in elsewhere, like a variable of a shell.
             Event::Alias(_) => Some(Node {
-                kind: NodeKind::Text("$".to_owned()),
+                kind: NodeKind::Alias,
                 line,
             }),
             _ => None,
         };
         let Some(done) = done else { continue };
         match open.last_mut() {
-            Some(builder) => builder.add(done),
+            Some(builder) => builder.add(done)?,
             None => documents.push(done),
         }
     }
@@ -130,15 +133,20 @@ impl Builder {
         Self { node, key }
     }
 
-    fn add(&mut self, value: Node) {
+    fn add(&mut self, value: Node) -> Result<(), Fault> {
         match (&mut self.node.kind, self.key.take()) {
+            (NodeKind::Map(entries), Some(key)) if entries.iter().any(|(it, _)| *it == key) => {
+                let message = format!("`{key}` is set twice");
+                return Err(Fault::new(value.line, &message, "each key once"));
+            }
             (NodeKind::Map(entries), Some(key)) => entries.push((key, value)),
             (NodeKind::Map(_), None) => {
                 self.key = Some(value.text().unwrap_or_default().to_owned());
             }
             (NodeKind::List(elements), _) => elements.push(value),
-            (NodeKind::Text(_), _) => {}
+            (NodeKind::Text(_) | NodeKind::Alias, _) => {}
         }
+        Ok(())
     }
 
     fn done(self) -> Node {

@@ -26,6 +26,7 @@ python -m other --l
             "3 --g [\"h\"]",
             "4 --i []",
             "4 --j []",
+            "4 --k []",
         ]
     );
     let unread = ["`tee`, another command", "`python`, another command"];
@@ -63,7 +64,10 @@ fn containers_are_found_by_their_program_or_image() {
     );
     assert_eq!(
         found.unread,
-        [(6, "a container of another program".to_owned())]
+        [
+            (6, "a container of another program".to_owned()),
+            (11, "an alias of YAML".to_owned()),
+        ]
     );
     let found = words::containers("- --a\n- '1'\n", &["smg"]).unwrap();
     assert_eq!(settings(&found.settings), ["1 --a [\"1\"]"]);
@@ -120,6 +124,38 @@ fn weights_become_integers_together() {
         }
         assert!(config.contains("kv_weight = 0 "), "{config}");
     }
+}
+
+#[test]
+fn what_comes_from_elsewhere_is_told_of() {
+    let told = |kind, name: &str, text: &str, what: &str| {
+        let config = imported(kind, name, text).config;
+        let (_, unread) = config.split_once("# Not read:").unwrap_or((&config, ""));
+        assert!(unread.contains(what), "{what} in {config}");
+    };
+    let smg = |text, what| told(ImportKind::Smg, "a.sh", text, what);
+    smg("smg $ARGS --port 1", "a.sh:1: words filled in elsewhere");
+    smg("smg --port 1 2", "--port: values after the first one");
+    smg("smg --log-json 1 SECRET", "--log-json: values after");
+    let env = "env: {AIBRIX_X: 1}\n";
+    for (text, what) in [
+        ("envFrom: [{secretRef: a}]\n", "a.yaml:2: `envFrom`, "),
+        ("stringData: {A: b}\n", "a.yaml:2: `stringData`, "),
+        ("kind: Secret\ndata: {A: b}\n", "a.yaml:3: `data`, "),
+        ("a: &a {b: c}\nd: {<<: *a}\n", "a.yaml:3: an alias"),
+    ] {
+        told(ImportKind::Aibrix, "a.yaml", &format!("{env}{text}"), what);
+    }
+    let config = imported(
+        ImportKind::Aibrix,
+        "a.yaml",
+        "environment: [AIBRIX_GRPC_X]\n",
+    )
+    .config;
+    assert!(
+        config.contains("a.yaml:1 AIBRIX_GRPC_X: not known"),
+        "{config}"
+    );
 }
 
 #[test]
@@ -190,6 +226,7 @@ fn a_bad_file_is_refused_at_its_line() {
         (ImportKind::VllmRouter, "a.yml", "a: [b\n"),
         (ImportKind::Aibrix, "a.env", "A=1\nb\n"),
         (ImportKind::Aibrix, "a.env", "A-B=1\n"),
+        (ImportKind::Aibrix, "a.yml", "env:\n  A: 1\n  A: 2\n"),
         (ImportKind::Epp, "a.yaml", "kind: Pod\n"),
         (ImportKind::Epp, "a.yaml", &deep),
         (
@@ -223,6 +260,7 @@ fn a_bad_file_is_refused_at_its_line() {
         a.yml:2:1: while parsing a flow sequence, expected ',' or ']' (expected valid YAML)
         a.env:2:1: a line without `=` (expected NAME=VALUE, a comment, or Kubernetes YAML in a file named *.yaml)
         a.env:1:1: no name of a variable (expected NAME=VALUE, a comment, or Kubernetes YAML in a file named *.yaml)
+        a.yml:3:1: `A` is set twice (expected each key once)
         a.yaml:1:1: no EndpointPickerConfig is in the file (expected YAML with `kind: EndpointPickerConfig`, also within a ConfigMap)
         a.yaml:1:1: YAML nested more than 64 deep (expected less nesting)
         a.yaml:3:1: a plugin has no type (expected `type` with the plugin's type)
