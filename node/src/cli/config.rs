@@ -44,7 +44,7 @@ pub(super) enum ConfigCommand {
     Import {
         /// Whose config it is
         kind: ImportKind,
-        /// Its files; YAML if their names end in `.yaml` or `.yml`
+        /// Its files; YAML if their names end in `.yaml` or `.yml`; `-` is standard input
         #[arg(required = true)]
         files: Vec<PathBuf>,
     },

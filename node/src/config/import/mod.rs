@@ -28,6 +28,9 @@ use self::words::Found;
 use super::error::{ConfigError, ConfigErrors, Place};
 use super::others::{AIBRIX, EPP, SMG, Table, VLLM_ROUTER};
 
+/// The file's name that stands for standard input.
+const STDIN: &str = "-";
+
 /// Whose config is imported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ImportKind {
@@ -88,7 +91,10 @@ impl ImportKind {
 
     fn read(self, name: &str, text: &str) -> Result<Found, Fault> {
         let endings = [".yaml", ".yml"];
-        let is_yaml = endings.iter().any(|ending| name.ends_with(ending));
+        let is_yaml = match name == STDIN {
+            true => yaml::is_likely(text),
+            false => endings.iter().any(|ending| name.ends_with(ending)),
+        };
         let programs = &self.table().programs;
         match (self, is_yaml) {
             (Self::Aibrix, true) => words::environments(text, programs),
@@ -133,7 +139,11 @@ fn import_texts(kind: ImportKind, files: &[(String, String)]) -> Result<Imported
 
 fn read_file(path: &Path) -> Result<(String, String), ConfigErrors> {
     let name = path.display().to_string();
-    match std::fs::read_to_string(path) {
+    let text = match name == STDIN {
+        true => std::io::read_to_string(std::io::stdin()),
+        false => std::fs::read_to_string(path),
+    };
+    match text {
         Ok(text) => Ok((name, text)),
         Err(error) => {
             let error = ConfigError {

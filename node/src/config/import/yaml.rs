@@ -77,6 +77,14 @@ impl Node {
     }
 }
 
+/// Whether a text without a name looks like YAML: its first line is a key or an element of a list.
+pub(super) fn is_likely(text: &str) -> bool {
+    let mut lines = text.lines().map(str::trim);
+    let first = lines.find(|line| !line.is_empty() && !line.starts_with('#'));
+    let word = first.and_then(|line| line.split_whitespace().next());
+    word.is_some_and(|word| word.ends_with(':') || ["-", "---"].contains(&word))
+}
+
 /// Reads all documents of a text that begins at line `first` of its file.
 pub(super) fn documents(text: &str, first: usize) -> Result<Vec<Node>, Fault> {
     let mut documents = Vec::new();

@@ -127,6 +127,18 @@ fn weights_become_integers_together() {
 }
 
 #[test]
+fn standard_input_is_yaml_if_it_looks_so() {
+    for text in ["# a\n---\nargs: [smg, --a]", "args: [smg, --a]", "- --a"] {
+        let found = ImportKind::Smg.read("-", text).unwrap();
+        assert_eq!(settings(&found.settings).len(), 1, "{text}");
+    }
+    for text in ["smg --a", "#!/bin/sh\n\nsmg --a", "--a"] {
+        let found = ImportKind::Smg.read("-", text).unwrap();
+        assert_eq!(settings(&found.settings).len(), 1, "{text}");
+    }
+}
+
+#[test]
 fn what_comes_from_elsewhere_is_told_of() {
     let told = |kind, name: &str, text: &str, what: &str| {
         let config = imported(kind, name, text).config;
