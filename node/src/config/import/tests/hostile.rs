@@ -37,7 +37,7 @@ fn a_files_name_with_line_breaks_adds_no_keys() {
 }
 
 #[test]
-fn a_refused_value_is_told_of_and_not_carried_over() {
+fn a_refused_value_does_not_count_as_carried_over() {
     let text = "vllm-router --worker-urls grpc://a:50051 --retry-max-retries 99 --queue-size 3";
     let imported = imported(ImportKind::VllmRouter, "run.sh", text);
     let config = &imported.config;
@@ -114,7 +114,7 @@ fn secrets_are_not_in_the_result() {
         (ImportKind::Smg, "run.sh", "smg --port x SECRET"),
         (ImportKind::Smg, "run.sh", "smg --api-key 'SECRET"),
         (ImportKind::Aibrix, "a.env", "A=1\nSECRET"),
-        (ImportKind::Aibrix, "a.env", "S-ECRET SECRET=1"),
+        (ImportKind::Aibrix, "a.env", "S-HIDDEN SECRET=1"),
         (ImportKind::Smg, "run.yaml", "args: [SECRET\n\nb: 'SECRET"),
     ] {
         let files = [(name.to_owned(), text.to_owned())];

@@ -139,7 +139,7 @@ fn standard_input_is_yaml_if_it_looks_so() {
 }
 
 #[test]
-fn what_comes_from_elsewhere_is_told_of() {
+fn settings_from_elsewhere_are_reported() {
     let told = |kind, name: &str, text: &str, what: &str| {
         let config = imported(kind, name, text).config;
         let (_, unread) = config.split_once("# Not read:").unwrap_or((&config, ""));
