@@ -1,6 +1,6 @@
 //! Identity of sessions: to which chain of an agent's or chat's turns a request belongs.
 //!
-//! Clients name their sessions in different ways, which [`sources`] lists in order. The first source
+//! Clients name their sessions in different ways, which `sources` lists in order. The first source
 //! that names a session gives all names of a request: a session of one client is never combined with
 //! the parent of another.
 //!
