@@ -24,7 +24,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         "I26",
         &[Fault::LoseState, Fault::Transfer],
         4,
-        7,
+        35,
     ),
     ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 32),
     ("raft.SnapshotNotSynced", "did not start", STOPPED, 6, 2),
