@@ -43,9 +43,9 @@ pub(super) struct PickerTalk {
     answers: BodySendMode,
     /// Whether the stream to the picker failed or ended.
     is_lost: bool,
-    /// For each message with a part of the response's body that the picker has yet to answer,
-    /// whether it is the last. Unused in full-duplex mode, in which answers do not match messages.
-    owed: VecDeque<bool>,
+    /// Parts of the response's body that the picker has yet to answer, each with whether it is the
+    /// last. An answer without a part of its own passes it unchanged. Unused in full-duplex mode, in which answers do not match messages.
+    owed: VecDeque<(Bytes, bool)>,
     /// Response body so far, in [`BodySendMode::Buffered`].
     whole: Vec<u8>,
     is_over: bool,
@@ -383,7 +383,7 @@ impl PickerTalk {
 
     async fn say_piece(&mut self, data: Bytes, end: bool) -> anyhow::Result<()> {
         if self.answers != BodySendMode::FullDuplexStreamed {
-            self.owed.push_back(end);
+            self.owed.push_back((data.clone(), end));
         }
         let said = ProcessingMessage::ResponseBody(piece(data, end));
         self.say(Self::message(said)).await
@@ -400,13 +400,9 @@ impl PickerTalk {
             self.is_over = end;
             return Ok(data.to_vec());
         }
-        let end = self.owed.pop_front().context("a piece too many")?;
+        let (data, end) = self.owed.pop_front().context("a piece too many")?;
         self.is_over = end;
-        ensure!(
-            common.body_mutation.is_some(),
-            "a piece came back unchanged"
-        );
-        replaced(common, &[])
+        replaced(common, &data)
     }
 }
 
