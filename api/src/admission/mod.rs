@@ -311,9 +311,7 @@ impl Admission {
         QueuedRequest {
             ticket,
             user,
-            tree: ask
-                .session
-                .map(|it| self.view.trees().root_of(it.key, it.parent)),
+            tree: self.root(ask.session),
             priority: candidate.priority(),
             arrived_ms: now_ms,
             input_tokens: ask.identity.tokens.saturating_sub(cached),

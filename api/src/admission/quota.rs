@@ -167,9 +167,9 @@ impl Admission {
     }
 
     /// Returns the root of the session's tree; `None` without a session.
-    fn root(&self, session: Option<NamedSession>) -> Option<AgentSessionKey> {
-        let trees = self.view.trees();
-        session.map(|it| trees.root_of(it.key, it.parent))
+    pub(super) fn root(&self, session: Option<NamedSession>) -> Option<AgentSessionKey> {
+        let session = session?;
+        Some(self.view.trees().root_of(session.key, session.parent))
     }
 
     /// Returns what is left of the tokens of the session's tree; `None` if they are unlimited, or
@@ -181,11 +181,11 @@ impl Admission {
     ) -> Option<LimitPreview> {
         let of = self.view.quota(user).limits.tokens_per_tree?;
         let trees = self.view.trees();
-        let tree = trees.tree(session.map(|it| trees.root_of(it.key, it.parent))?);
+        let used = trees.tree(self.root(session)?);
         Some(LimitPreview {
             limit: LimitKind::TokensPerTree,
             of,
-            left: of.saturating_sub(tree.map_or(0, |tree| tree.usage.tokens())),
+            left: of.saturating_sub(used.map_or(0, |tree| tree.usage.tokens())),
             resets_in_ms: None,
         })
     }
@@ -196,9 +196,12 @@ impl Admission {
         user: UserKey,
         session: Option<NamedSession>,
     ) -> Result<(), LimitRejection> {
-        let trees = self.view.trees();
-        let tree = session.and_then(|it| trees.tree(trees.root_of(it.key, it.parent)));
-        self.view.quota(user).check_tree(tree)
+        let Some(root) = self.root(session) else {
+            return Ok(());
+        };
+        self.view
+            .quota(user)
+            .check_tree(self.view.trees().tree(root))
     }
 
     /// Checks whether the user may have one more request, by the replicated counts.
