@@ -125,19 +125,8 @@ fn listed(page: &Value) -> String {
             Some(name) if !name.is_empty() => cell(&session["user"]),
             _ => cell(&session["user_key"]),
         };
-        table.add_row([
-            cell(&session["id"]),
-            cell(&session["root"]),
-            user,
-            cell(&session["model"]),
-            cell(&session["home"]),
-            cell(&session["turns"]),
-            cell(&session["tokens"]),
-            percent(&session["usage"]["hit_percent"]),
-            cell(&session["usage"]["output"]),
-            time(&session["age_ms"]),
-            time(&session["idle_ms"]),
-        ]);
+        let names = [cell(&session["id"]), cell(&session["root"]), user];
+        table.add_row(names.into_iter().chain(figures(session)));
     }
     format!(
         "{table}\n{} of {} sessions in {} trees",
@@ -145,6 +134,20 @@ fn listed(page: &Value) -> String {
         cell(&page["sessions_total"]),
         cell(&page["trees_total"])
     )
+}
+
+/// Returns the cells of a session that both tables show, from its model on.
+fn figures(session: &Value) -> [String; 8] {
+    [
+        cell(&session["model"]),
+        cell(&session["home"]),
+        cell(&session["turns"]),
+        cell(&session["tokens"]),
+        percent(&session["usage"]["hit_percent"]),
+        cell(&session["usage"]["output"]),
+        time(&session["age_ms"]),
+        time(&session["idle_ms"]),
+    ]
 }
 
 /// Formats a tree: its figures, and its sessions below their parents.
@@ -167,17 +170,8 @@ fn shown(tree: &Value) -> String {
         let depth = session["parent"].as_str().and_then(|it| depths.get(it));
         let depth = depth.map_or(0, |depth| depth + 1);
         depths.insert(session["id"].as_str().unwrap_or_default(), depth);
-        table.add_row([
-            format!("{}{}", "  ".repeat(depth), cell(&session["id"])),
-            cell(&session["model"]),
-            cell(&session["home"]),
-            cell(&session["turns"]),
-            cell(&session["tokens"]),
-            percent(&session["usage"]["hit_percent"]),
-            cell(&session["usage"]["output"]),
-            time(&session["age_ms"]),
-            time(&session["idle_ms"]),
-        ]);
+        let name = format!("{}{}", "  ".repeat(depth), cell(&session["id"]));
+        table.add_row(std::iter::once(name).chain(figures(session)));
     }
     let user = match &tree["user"] {
         Value::Null => cell(&tree["user_key"]),
