@@ -87,6 +87,9 @@ impl Model {
         if self.sessions.contains_key(&key) {
             return self.touch(key, now_ms, |it| it.home = home(slot));
         }
+        // The parent may be the one that makes room.
+        let parent = parent.filter(|it| *it != key);
+        let root = parent.map_or(key, |it| self.sessions.get(&it).map_or(it, |it| it.root));
         if self.sessions.len() == MAX {
             let idlest = self
                 .sessions
@@ -95,8 +98,6 @@ impl Model {
             let (idlest, _) = idlest.expect("a full table has sessions");
             self.end(*idlest);
         }
-        let parent = parent.filter(|it| *it != key);
-        let root = parent.map_or(key, |it| self.sessions.get(&it).map_or(it, |it| it.root));
         self.trees.entry(root).or_default();
         let session = ModelSession {
             root,
