@@ -221,6 +221,7 @@ impl Admission {
         let ask = candidate.ask(&[]);
         let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
+            earlier: candidate.earlier(),
         };
         let decision = placed.decision.clone();
         let mut attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
@@ -587,6 +588,7 @@ impl Admission {
     ) -> Attempt {
         let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
+            earlier: candidate.earlier(),
         };
         let ask = candidate.ask(&[]);
         let mut attempt = self.dispatcher.dispatch(decision, &ask, terms, then);

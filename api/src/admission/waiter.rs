@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use super::Admission;
 use crate::routing::{
-    Attempt, AttemptEnd, Decision, Dispatcher, LoadTable, PeerPlace, PermitCell, Room,
-    RoutingRejection, RoutingRequest, SeekGuard, UserName,
+    Attempt, AttemptEnd, Decision, Dispatcher, EarlierCharge, LoadTable, PeerPlace, PermitCell,
+    Room, RoutingRejection, RoutingRequest, SeekGuard, UserName,
 };
 
 /// A request as admission sees it, ready for a decision at any time.
@@ -34,6 +34,12 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     /// Whether [`Admitted::decided`] records the times of the decision.
     fn is_traced(&self) -> bool {
         false
+    }
+
+    /// Returns what earlier attempts charged for the answer that this request continues; `None` if
+    /// it begins one.
+    fn earlier(&self) -> Option<EarlierCharge> {
+        None
     }
 
     /// Returns the longest wait after which the client still gets a response that takes `service`;

@@ -141,6 +141,8 @@ pub(super) struct AttemptTimer {
     counted: Option<(Instant, u64)>,
     /// Time of the last output; of the dispatch before any output.
     last_output: Instant,
+    /// Number of output tokens that earlier attempts generated.
+    generated: u64,
 }
 
 /// Requests that run at a backend while tokens arrive, and whether they reach its limit.
@@ -158,7 +160,13 @@ impl AttemptTimer {
             uncached_tokens,
             counted: None,
             last_output: now,
+            generated: 0,
         }
+    }
+
+    /// Counts on from the `generated` output tokens of earlier attempts.
+    pub(super) fn after(self, generated: u64) -> Self {
+        Self { generated, ..self }
     }
 
     /// Returns the time from the dispatch to `now`.
@@ -176,7 +184,7 @@ impl AttemptTimer {
         if self.counted.is_some() {
             return;
         }
-        self.counted = Some((now, 1));
+        self.counted = Some((now, self.generated + 1));
         self.last_output = now;
         sample.first_tokens += 1;
         sample.first_token_us += micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);

@@ -113,3 +113,64 @@ fn a_turn_that_no_engine_ran_does_not_count() {
     assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(0));
     bench.assert_quiet();
 }
+
+#[test]
+fn an_answer_of_two_backends_is_one_turn_and_is_charged_once() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("What is next?");
+    let first_ask = RoutingRequest {
+        session: Some(ROOT),
+        ..ask(&identity, &[])
+    };
+    let decision = bench.decide_on(&first_ask).unwrap();
+    let mut first = bench.dispatch(&decision, &first_ask);
+    first.usage(usage(100, Some(40), 7), Instant::now());
+    let earlier = first.hand_over(AttemptEnd::Broken, Instant::now());
+    let earlier = earlier.expect("it was open");
+    let next_ask = RoutingRequest {
+        excluded: &[decision.backend.slot],
+        ..first_ask
+    };
+    let next = bench.decide_on(&next_ask).unwrap();
+    let terms = DispatchTerms {
+        earlier: Some(earlier.charge()),
+        ..DispatchTerms::default()
+    };
+    // A backend that does not go on costs nothing more.
+    let failed = bench.router.dispatcher();
+    let failed = failed.dispatch(&next, &next_ask, terms, Instant::now());
+    failed.end(AttemptEnd::Failed, Instant::now());
+    let second = bench.router.dispatcher();
+    let mut second = second.dispatch(&next, &next_ask, terms, Instant::now());
+    second.continues(earlier, "and then");
+    second.usage(usage(100, Some(90), 60), Instant::now());
+    second.end(AttemptEnd::Finished, Instant::now());
+    bench.flush();
+    assert_eq!(bench.charged(), [60, 40, 60]);
+    let session = bench.session(ROOT).expect("it has begun");
+    assert_eq!((session.turns, session.home), (1, next.backend));
+    let used = &session.usage;
+    assert_eq!(
+        [used.input_uncached, used.input_cached, used.output],
+        [60, 40, 60]
+    );
+    bench.assert_quiet();
+}
+
+#[test]
+fn an_answer_that_does_not_go_on_is_a_turn_if_an_engine_ran_it() {
+    for (end, turns) in [(AttemptEnd::Broken, 1), (AttemptEnd::NotRun, 0)] {
+        let bench = Bench::new(1);
+        let identity = bench.identify("What is next?");
+        let request = RoutingRequest {
+            session: Some(ROOT),
+            ..ask(&identity, &[])
+        };
+        let decision = bench.decide_on(&request).unwrap();
+        let attempt = bench.dispatch(&decision, &request);
+        drop(attempt.hand_over(end, Instant::now()));
+        bench.flush();
+        assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(turns));
+        bench.assert_quiet();
+    }
+}

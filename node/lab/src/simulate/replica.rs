@@ -352,7 +352,10 @@ impl SimReplica {
         tokens_max: Option<u32>,
         now: Micros,
     ) -> InFlight {
-        let terms = DispatchTerms { tokens_max };
+        let terms = DispatchTerms {
+            tokens_max,
+            earlier: None,
+        };
         if let Some(written) = &self.written {
             let slot = decision.backend.slot;
             written.borrow_mut().dispatched(&ask.prompt.positions, slot);

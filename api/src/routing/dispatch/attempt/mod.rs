@@ -10,6 +10,7 @@
 //! ([`HiddenOutput`]). Without a report, the believed prefix counts as cached. An attempt that
 //! never ran costs nothing. A failed one may have run, so it costs its prompt and that estimate.
 
+mod handover;
 mod progress;
 mod release;
 mod report;
@@ -25,6 +26,8 @@ use state::prefix::model_key;
 use state::service::LearntPrices;
 use tokio::time::Instant;
 
+pub(crate) use self::handover::EarlierAttempt;
+pub use self::handover::EarlierCharge;
 use self::progress::ResponseProgress;
 use self::stages::{PrefillStage, Stages};
 use super::Dispatcher;
@@ -95,8 +98,11 @@ pub(in crate::routing) struct OpenAttempt {
     form: Option<AnswerForm>,
     /// Number of output bytes that no usage report covers.
     unreported_bytes: usize,
-    /// Tokens charged so far, without counts of requests.
+    /// Tokens charged so far for the answer, without counts of requests.
     charged: Charge,
+    /// What earlier attempts charged for the answer that this one continues; `None` if it begins
+    /// one.
+    earlier: Option<EarlierCharge>,
     model: ModelKey,
     pricing: Pricing,
     /// Charge made in advance.
@@ -110,6 +116,9 @@ pub(in crate::routing) struct OpenAttempt {
 pub struct DispatchTerms {
     /// Maximum number of output tokens, from the request; `None` if it sets none.
     pub tokens_max: Option<u32>,
+    /// What earlier attempts charged for the answer that this one continues; `None` if it begins
+    /// one. Nothing is charged in advance then.
+    pub earlier: Option<EarlierCharge>,
 }
 
 /// Returns the token prices in `registry`, and which tokens are charged.
@@ -163,17 +172,23 @@ impl Dispatcher {
             prefill,
             computed_here,
         } = self.begin_stages((&decision, prefill), ask, (&registry, now));
-        let expected = (registry.admission.order == Order::VtcPred).then(|| {
+        let begins = terms.earlier.is_none();
+        let is_expected = begins && registry.admission.order == Order::VtcPred;
+        let expected = is_expected.then(|| {
             let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
-        let estimate = TokenDelta {
-            input_uncached: prompt.tokens - prompt.predicted,
-            input_cached: prompt.predicted,
-            output: expected.map_or(0, |expected| expected.tokens()),
+        let estimate = match begins {
+            true => TokenDelta {
+                input_uncached: prompt.tokens - prompt.predicted,
+                input_cached: prompt.predicted,
+                output: expected.map_or(0, |expected| expected.tokens()),
+            },
+            false => TokenDelta::default(),
         };
         let before = self.load_before(backend, now);
-        let stopwatch = AttemptTimer::start(before, computed_here, now);
+        let generated = terms.earlier.map_or(0, |earlier| earlier.output());
+        let stopwatch = AttemptTimer::start(before, computed_here, now).after(generated);
         let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
         let meter = self.fleet.meter(backend, &decision.name);
@@ -205,12 +220,13 @@ impl Dispatcher {
             prompt,
             learnt: self.known.sent(backend, &identity.chain, decision.matched),
             prefill,
-            session: ask.session,
+            session: ask.session.filter(|_| begins),
             cached_max: None,
-            usage: None,
+            usage: terms.earlier.and_then(|earlier| earlier.usage),
             form: None,
             unreported_bytes: 0,
-            charged: nothing(user),
+            charged: terms.earlier.map_or(nothing(user), |it| it.charged),
+            earlier: terms.earlier,
             model,
             pricing,
             advance,
@@ -365,7 +381,7 @@ impl Attempt {
 
     /// Ends the attempt: releases the lease and settles the charge.
     pub fn end(mut self, end: AttemptEnd, now: Instant) {
-        self.close(end, now);
+        let _ = self.close(end, now);
     }
 
     /// Ends the attempt like [`Attempt::end`]. Returns a receiver for the commit of its charge;
@@ -376,15 +392,14 @@ impl Attempt {
         outbox.with(|outbox| outbox.commit_of(self.user))
     }
 
-    fn close(&mut self, end: AttemptEnd, now: Instant) {
+    /// Ends the attempt, and returns what was charged for the answer; `None` if it had ended.
+    fn close(&mut self, end: AttemptEnd, now: Instant) -> Option<EarlierCharge> {
         match end {
             AttemptEnd::Finished => self.answered(now),
             AttemptEnd::Broken | AttemptEnd::ClientLeft => self.is_left_unanswered(end, now),
             AttemptEnd::NotRun | AttemptEnd::Failed => {}
         }
-        let Some(mut open) = self.open.take() else {
-            return;
-        };
+        let mut open = self.open.take()?;
         open.settle_cached(&self.dispatcher, end);
         let mut charge = match end {
             AttemptEnd::NotRun => nothing(self.user),
@@ -426,6 +441,10 @@ impl Attempt {
         open.report(&self.dispatcher, end, now);
         open.note_end(end, now);
         open.end_trace(end, now);
+        Some(EarlierCharge {
+            charged: open.charged,
+            usage: open.usage,
+        })
     }
 }
 

@@ -119,11 +119,10 @@ impl OpenAttempt {
     /// Writes the outcome of the attempt to the decision's record.
     pub(super) fn note_end(&self, end: AttemptEnd, now: Instant) {
         let Some(record) = &self.record else { return };
-        let charged = &self.charged;
         record.report(AttemptReport {
             end,
             usage: self.usage,
-            charged: [charged.input_uncached, charged.input_cached, charged.output],
+            charged: self.own_charge(),
             first_token: self
                 .progress
                 .first_token
@@ -173,7 +172,8 @@ impl OpenAttempt {
         }
         let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
         dispatcher.texts.add(self.model, bytes, tokens);
-        let is_informative = self.prompt.uses_cache && self.prefill.is_none();
+        let is_whole = self.prefill.is_none() && self.earlier.is_none();
+        let is_informative = self.prompt.uses_cache && is_whole;
         if let Some(cached) = usage.cached_tokens.filter(|_| is_informative) {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             let learnt = self.learnt.tokens(predicted);

@@ -1,0 +1,110 @@
+//! An answer that goes on at another backend after its own has failed in the middle of it.
+//!
+//! All attempts of such an answer charge together what one attempt would: the prompt once, and each
+//! output token once. The first one charges what it has seen. Each further one begins with that
+//! charge, and its usage reports are those of the whole answer, so that only what is new is due.
+
+use std::sync::Arc;
+
+use state::command::Charge;
+use state::trees::TurnUsage;
+use tokio::time::Instant;
+
+use super::{Attempt, OpenAttempt};
+use crate::routing::dispatch::Dispatcher;
+use crate::routing::{AttemptEnd, Usage};
+use crate::sessions::NamedSession;
+
+/// Charge of the attempts at an answer so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EarlierCharge {
+    /// Tokens charged.
+    pub(super) charged: Charge,
+    /// Usage of the answer, as the engines reported it; `None` if they reported none.
+    pub(super) usage: Option<Usage>,
+}
+
+impl EarlierCharge {
+    /// Returns the number of output tokens reported.
+    pub(super) fn output(&self) -> u64 {
+        self.usage.map_or(0, |usage| usage.completion_tokens)
+    }
+
+    fn tokens(&self) -> [u64; 3] {
+        let charged = &self.charged;
+        [charged.input_uncached, charged.input_cached, charged.output]
+    }
+}
+
+/// The attempts at an answer whose backends have failed. Dropping it without
+/// [`Attempt::continues`] ends the turn of the request's session, as the answer does not go on.
+#[must_use]
+pub(crate) struct EarlierAttempt {
+    dispatcher: Arc<Dispatcher>,
+    session: Option<NamedSession>,
+    charge: EarlierCharge,
+    /// Whether an engine may have run the request, so that the turn counts.
+    has_run: bool,
+}
+
+impl EarlierAttempt {
+    /// Returns what the attempts have charged.
+    pub(crate) fn charge(&self) -> EarlierCharge {
+        self.charge
+    }
+}
+
+impl Drop for EarlierAttempt {
+    fn drop(&mut self) {
+        let Some(session) = self.session.filter(|_| self.has_run) else {
+            return;
+        };
+        let [input_uncached, input_cached, output] = self.charge.tokens();
+        let used = TurnUsage {
+            input_uncached,
+            input_cached,
+            output,
+        };
+        let dispatcher = &self.dispatcher;
+        (dispatcher.outbox).with(|outbox| dispatcher.end_turn(outbox, session, used));
+    }
+}
+
+impl Attempt {
+    /// Ends an attempt like [`Attempt::end`], whose backend failed although it may have generated
+    /// output; `None` if it had ended. The answer may go on at another backend, so the session's
+    /// turn does not end yet.
+    pub(crate) fn hand_over(mut self, end: AttemptEnd, now: Instant) -> Option<EarlierAttempt> {
+        let session = self.open.as_mut()?.session.take();
+        let dispatcher = Arc::clone(&self.dispatcher);
+        let charge = self.close(end, now)?;
+        Some(EarlierAttempt {
+            dispatcher,
+            session,
+            charge,
+            has_run: end != AttemptEnd::NotRun,
+        })
+    }
+
+    /// Goes on with the answer of `earlier`, which began with `text`. The attempt was dispatched
+    /// with its charge.
+    pub(crate) fn continues(&mut self, mut earlier: EarlierAttempt, text: &str) {
+        if let Some(open) = &mut self.open {
+            open.session = earlier.session.take();
+            if let Some(reply) = &mut open.reply {
+                reply.push(text);
+            }
+        }
+    }
+}
+
+impl OpenAttempt {
+    /// Returns the tokens that this attempt charged, without those of earlier ones: uncached and
+    /// cached input, and output.
+    pub(super) fn own_charge(&self) -> [u64; 3] {
+        let earlier = self.earlier.map_or([0; 3], |earlier| earlier.tokens());
+        let charged = &self.charged;
+        let charged = [charged.input_uncached, charged.input_cached, charged.output];
+        std::array::from_fn(|at| charged[at].saturating_sub(earlier[at]))
+    }
+}
