@@ -328,12 +328,29 @@ pub enum ProxyError {
     /// The backend closed the connection, or its response was not HTTP.
     #[error("the backend closed the connection before it responded")]
     EngineBroke,
-    /// The backend closed the connection in the middle of its response.
-    #[error("the backend closed the connection in the middle of its response")]
-    EngineBrokeOff,
+    /// The backend failed in the middle of its response, and no other backend goes on with it.
+    #[error(
+        "the backend failed in the middle of its response{}{}; the request may be sent again",
+        after(*.tokens),
+        because(.obstacle.as_deref())
+    )]
+    EngineBrokeOff {
+        /// Number of output tokens that the client has received; `None` if they were not counted.
+        tokens: Option<u64>,
+        /// Why no other backend goes on; `None` if streams are not continued.
+        obstacle: Option<String>,
+    },
     /// The backend did not start or continue its response in time.
     #[error("the backend did not respond in time")]
     EngineTimeout,
+}
+
+fn after(tokens: Option<u64>) -> String {
+    tokens.map_or_else(String::new, |it| format!(" after {it} output tokens"))
+}
+
+fn because(obstacle: Option<&str>) -> String {
+    obstacle.map_or_else(String::new, |it| format!(", and {it}"))
 }
 
 /// HTTP form of a data-plane failure.
@@ -403,7 +420,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::Unreachable => (503, "server_error", "backend_unreachable"),
         ProxyError::Refused => (503, "server_error", "backends_refuse"),
         ProxyError::Overloaded => (503, "server_error", "overloaded"),
-        ProxyError::EngineBroke | ProxyError::EngineBrokeOff => {
+        ProxyError::EngineBroke | ProxyError::EngineBrokeOff { .. } => {
             (502, "server_error", "backend_broke")
         }
         ProxyError::Redirected => (502, "server_error", "backend_redirects"),
@@ -412,7 +429,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     };
     let should_retry = match failure {
         ProxyError::EngineBroke
-        | ProxyError::EngineBrokeOff
+        | ProxyError::EngineBrokeOff { .. }
         | ProxyError::EngineTimeout
         | ProxyError::BreaksBackends => Some(false),
         _ => None,

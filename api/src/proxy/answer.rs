@@ -34,7 +34,6 @@ use super::response::ratelimit;
 use super::response::response_body::{SharedResponseBody, lock};
 use super::settings::keys::Holder;
 use crate::error::{ProxyError, rescue};
-use crate::routing::PermitCell;
 use crate::traces::RequestTrace;
 
 /// Result of receiving a request.
@@ -264,18 +263,14 @@ impl Proxy {
                 id
             }
         };
-        Ok(ProxiedRequest {
-            head,
-            body,
+        let ids = (request_id, engine_request_id);
+        Ok(ProxiedRequest::new(
+            (head, body),
             read,
-            request_id,
-            engine_request_id,
-            peer,
-            endpoints,
-            record,
-            trace,
-            permit: PermitCell::new(),
-        })
+            ids,
+            (peer, endpoints),
+            (record, trace),
+        ))
     }
 
     /// Checks a request's head, and reads the body if the request is routed by it.

@@ -62,7 +62,8 @@ pub use settings::reserved_fields::{
 };
 pub use settings::{
     Charges, DECISIONS_MAX, Expose, IdentifyBy, IdentifyByError, LoggedRequests, MIN_INDEX_WAIT,
-    ProxyLimits, ProxySettings, ProxyTimeouts, RetrySettings, UsageRequest,
+    ProxyLimits, ProxySettings, ProxyTimeouts, RetrySettings, StreamResume, StreamSettings,
+    UsageRequest,
 };
 
 use self::limits::clients::{ClientTable, UserRequests};
@@ -93,6 +94,8 @@ pub struct Proxy {
     replica: HeaderValue,
     /// Bytes of request bodies and of responses read ahead that are held at present.
     held_bytes: Arc<AtomicU64>,
+    /// Bytes of request bodies that are kept so that their streams can go on at another engine.
+    kept_bytes: Arc<AtomicU64>,
     /// Tasks other than those of connections: h2 streams, their responses, and refused bodies.
     tasks: TaskTracker,
     clients: Arc<ClientTable>,
@@ -144,6 +147,7 @@ impl Proxy {
             metrics,
             replica,
             held_bytes: Arc::default(),
+            kept_bytes: Arc::default(),
             tasks: TaskTracker::new(),
             clients: Arc::new(clients),
             users: Arc::new(users),

@@ -13,6 +13,7 @@ mod client;
 mod clients;
 mod cluster_keys;
 mod commands;
+mod continued;
 mod decisions;
 mod descriptors;
 mod disaggregated;

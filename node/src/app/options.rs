@@ -140,6 +140,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     ProxySettings {
         limits: config.limits,
         timeouts: config.timeouts,
+        streams: config.streams,
         retry: config.retry.clone(),
         expose: users.expose,
         charges: users.charges,

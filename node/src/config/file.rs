@@ -11,7 +11,7 @@ use api::engines::backends::{CircuitSettings, ProbeSettings};
 use api::engines::discovery::{EngineScheme, KubernetesAccess};
 use api::prompt::TokenizerSpec;
 use api::proxy::picker::PickerSettings;
-use api::proxy::{ProxyLimits, ProxyTimeouts, RetrySettings};
+use api::proxy::{ProxyLimits, ProxyTimeouts, RetrySettings, StreamSettings};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
@@ -80,6 +80,8 @@ pub struct ConfigFile {
     pub circuit: CircuitSettings,
     /// Retries on other backends.
     pub retry: RetrySettings,
+    /// What happens to a stream whose backend fails. See docs/guide/streams.md.
+    pub streams: StreamSettings,
     /// What happens between SIGTERM and the end of the process.
     pub drain: DrainConfig,
     /// The log of the process, and the access log.

@@ -33,6 +33,7 @@ use crate::proxy::request::headers::{Hop, clean_answer, toward_engine};
 use crate::proxy::response::engine_error::{EngineError, end_of_error};
 use crate::proxy::response::opening::{Opening, begin, is_text};
 use crate::proxy::response::response_body::ERROR_BYTES_MAX;
+use crate::proxy::settings::StreamResume;
 use crate::routing::{Attempt, AttemptEnd, Decision, Usage};
 use crate::traces::TraceHeaders;
 
@@ -294,9 +295,22 @@ pub(in crate::proxy) fn fail(
     if let Some(trace) = attempt.trace() {
         trace.failed(failure.label());
     }
-    attempt.end(failure.end(), Instant::now());
+    match failure.may_have_begun() && begins_again(proxy, sending.proxied) {
+        true => sending.proxied.hand_over(attempt, failure.end()),
+        false => attempt.end(failure.end(), Instant::now()),
+    }
     note(proxy, sending, (decision.backend, &decision.name), &failure);
     failure
+}
+
+/// Whether a request may be sent to another backend although one may have run it: a stream of which
+/// the client has received nothing. What ends an engine does not travel far: a request that broke
+/// two is refused.
+pub(super) fn begins_again(proxy: &Proxy, proxied: &ProxiedRequest) -> bool {
+    let parsed = &proxied.parsed;
+    proxy.settings.streams.resume == StreamResume::Auto
+        && parsed.stream
+        && parsed.reply != ReplyShape::None
 }
 
 /// Logs a failed connection and applies its effects: reports the failure of the backend and, if the

@@ -157,6 +157,11 @@ impl AttemptError {
         }
     }
 
+    /// Whether the backend may have run the request, and has certainly stopped.
+    pub(super) fn may_have_begun(&self) -> bool {
+        matches!(self, Self::Broke(_))
+    }
+
     /// Whether the backend cannot be reached at all, so that a retry does not count against the
     /// retry budget.
     pub(super) fn is_unreachable(&self) -> bool {

@@ -4,15 +4,17 @@
 //!
 //! A request goes to another backend only if the previous one did not run it: there was no
 //! connection, or the status of its response says so, or an error in place of its output
-//! (`response/opening.rs`). After a connection broke with the request
-//! sent, it is not retried: the engine may have computed it or crashed because of it. Only a
-//! prefill engine is replaced even then (`bootstrap_rooms.rs`), because no output exists without
-//! it.
+//! (`response/opening.rs`). After a connection broke with the request sent, it is not retried: the
+//! engine may have computed it or crashed because of it. There are two exceptions. A prefill engine
+//! is replaced even then (`bootstrap_rooms.rs`), because no output exists without it. And a stream
+//! begins again, or goes on from where it broke (`continuation.rs`), unless it has broken two
+//! engines.
 
 pub(super) mod attempt;
 mod attempt_error;
 pub(super) mod blame;
 pub(super) mod bootstrap_rooms;
+mod continuation;
 pub(super) mod disaggregate;
 pub(super) mod log_order;
 pub(super) mod request_context;
@@ -27,8 +29,9 @@ use state::ids::Slot;
 use state::policy::Handover;
 use tokio::time::Instant;
 
-use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt};
+use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt, begins_again};
 use self::bootstrap_rooms::run_pair;
+use self::continuation::{TryMetrics, continuation};
 use self::disaggregate::disaggregate;
 use self::log_order::known_at;
 use self::request_context::ProxiedRequest;
@@ -44,12 +47,13 @@ use super::response::engine_error::end_of_error;
 use super::response::opening::{AnswerMedia, is_framed};
 use super::response::read_ahead::ReadAheadBounds;
 use super::response::response_body::{
-    BodyKind, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
+    BodyKind, Continuation, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
     SharedResponseBody,
 };
 use super::response::sse::SseStream;
 use crate::admission::{AdmissionTry, DecisionTimes};
 use crate::engines::backends::AnswerForm;
+use crate::engines::backends::pool::EngineBody;
 use crate::error::{ProxyError, SHOULD_RETRY, rescue};
 use crate::prompt::{ParsedBody, ReplyShape};
 use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput};
@@ -93,55 +97,124 @@ pub(super) async fn forward(
     request_metrics: &mut RequestMetricsGuard,
 ) -> Result<ForwardResult, ProxyError> {
     let (mut sending, wanted) = prepare(proxy, proxied, request_metrics)?;
-    let mut excluded = excluded_at_first(proxy, proxied).await?;
-    let mut tried = 0;
+    let mut tries = Tries {
+        excluded: excluded_at_first(proxy, proxied).await?,
+        count: 0,
+    };
+    let answered = respond(proxy, proxied, &mut sending, &mut tries, request_metrics).await;
+    let Answered {
+        response,
+        mut attempt,
+        decision,
+        at,
+    } = match answered {
+        Ok(answered) => answered,
+        Err(Unanswered::NotAdmitted(why)) => return Err(why),
+        Err(Unanswered::Failed(failure)) => return give_up(failure),
+    };
+    if sending.transfer.is_some() {
+        proxy.metrics.stages.decoded(at.elapsed());
+    }
+    proxied.goes_on(&mut attempt, "");
+    let response = response.map(AnswerSource::Engine);
+    let known_at = known_at(proxy, proxied, &decision, &attempt).await;
+    let continuation = continuation(proxy, proxied, tries);
+    let answer = (response, attempt, continuation);
+    let mut relayed = relay(proxy, &sending, &decision, answer, wanted);
+    let (head, expose) = (relayed.status(), proxy.settings.expose);
+    expose.index(relayed.headers_mut(), head, known_at);
+    Ok(ForwardResult::Relayed(relayed))
+}
+
+/// Backends that a request was tried on.
+#[derive(Clone)]
+pub(super) struct Tries {
+    /// Slots of backends that are not tried, or not again.
+    excluded: Vec<Slot>,
+    /// Number of backends that were tried.
+    count: u32,
+}
+
+/// A response whose body has begun.
+struct Answered {
+    response: Response<EngineBody>,
+    attempt: Attempt,
+    decision: Decision,
+    /// Time at which the request was sent to the backend.
+    at: Instant,
+}
+
+/// Why no backend responds.
+enum Unanswered {
+    /// No backend could be tried.
+    NotAdmitted(ProxyError),
+    /// The last attempt failed.
+    Failed(AttemptError),
+}
+
+/// Tries one backend after another, as long as that is safe, until one responds.
+async fn respond(
+    proxy: &Arc<Proxy>,
+    proxied: &Arc<ProxiedRequest>,
+    sending: &mut OutgoingRequest<'_>,
+    tries: &mut Tries,
+    metrics: &mut impl TryMetrics,
+) -> Result<Answered, Unanswered> {
     let mut last = None;
     loop {
         let arrived = Instant::now();
-        let which = match tried {
+        let which = match tries.count {
             0 => AdmissionTry::First,
             _ => AdmissionTry::Again,
         };
-        let (decision, taken) = match admit(proxy, proxied, (&excluded, which)).await {
+        let (decision, taken) = match admit(proxy, proxied, (&tries.excluded, which)).await {
             Ok(admitted) => admitted,
-            Err(why) => return last.map_or(Err(why), give_up),
+            Err(why) => return Err(last.map_or(Unanswered::NotAdmitted(why), Unanswered::Failed)),
         };
-        if tried == 0 {
-            request_metrics.routed(arrived.elapsed());
+        if tries.count == 0 {
+            metrics.routed(arrived.elapsed());
         }
+        tries.count += 1;
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
-        let is_last = tried + 1 >= proxy.settings.retry.attempts as usize;
-        let sent = send(proxy, &mut sending, &decision, taken, is_last).await?;
-        excluded.extend(sent.failed_prefill);
+        let is_last = tries.count >= proxy.settings.retry.attempts;
+        let sent = send(proxy, sending, &decision, taken, is_last).await;
+        let sent = sent.map_err(Unanswered::NotAdmitted)?;
+        tries.excluded.extend(sent.failed_prefill);
         let failure = match sent.result {
             Ok((response, attempt)) => {
-                if sending.transfer.is_some() {
-                    proxy.metrics.stages.decoded(sent.at.elapsed());
-                }
-                let response = response.map(AnswerSource::Engine);
-                let known_at = known_at(proxy, proxied, &decision, &attempt).await;
-                let mut relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
-                let (head, expose) = (relayed.status(), proxy.settings.expose);
-                expose.index(relayed.headers_mut(), head, known_at);
-                return Ok(ForwardResult::Relayed(relayed));
+                return Ok(Answered {
+                    response,
+                    attempt,
+                    decision,
+                    at: sent.at,
+                });
             }
             Err(failure) => failure,
         };
-        if !failure.may_retry() || is_last || sent.is_final {
-            return give_up(failure);
+        if !may_retry(proxy, proxied, &failure) || is_last || sent.is_final {
+            return Err(Unanswered::Failed(failure));
         }
-        if !failure.is_unreachable() && !request_metrics.may_retry() {
+        if !failure.is_unreachable() && !metrics.may_retry() {
             proxy.metrics.retries_refused.inc();
-            return give_up(failure);
+            return Err(Unanswered::Failed(failure));
         }
         proxy.metrics.retries.inc();
-        tried += 1;
         let at_fault = sent.at_fault;
-        let at_fault = at_fault.unwrap_or_else(|| fault(&decision, &sending, &failure));
-        exclude(proxy, at_fault, &failure, &mut excluded);
+        let at_fault = at_fault.unwrap_or_else(|| fault(&decision, sending, &failure));
+        exclude(proxy, at_fault, &failure, &mut tries.excluded);
         last = Some(failure);
     }
+}
+
+/// Whether another backend may be tried after this failure.
+fn may_retry(proxy: &Proxy, proxied: &ProxiedRequest, failure: &AttemptError) -> bool {
+    let begins_again = || {
+        failure.may_have_begun()
+            && begins_again(proxy, proxied)
+            && !(proxy.poison_requests).refuses(&proxied.body, &proxied.identity)
+    };
+    failure.may_retry() || begins_again()
 }
 
 /// Returns the slots of the backends that cannot run a request, whatever their state.
@@ -302,12 +375,17 @@ fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, failure: &AttemptEr
     }
 }
 
-/// Excludes the backend at fault, or all ranks of its engine if that is unreachable.
+/// Excludes the backend at fault, or all ranks of its engine if that is unreachable or has stopped.
 fn exclude(proxy: &Proxy, slot: Slot, failure: &AttemptError, excluded: &mut Vec<Slot>) {
     excluded.push(slot);
-    if failure.is_unreachable() {
-        excluded.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(slot));
+    if failure.is_unreachable() || failure.may_have_begun() {
+        exclude_engine(proxy, slot, excluded);
     }
+}
+
+/// Excludes all ranks of an engine.
+fn exclude_engine(proxy: &Proxy, slot: Slot, excluded: &mut Vec<Slot>) {
+    excluded.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(slot));
 }
 
 /// Returns the output that a response other than a stream hides until its end; `None` if the
@@ -330,8 +408,11 @@ pub(super) fn relay(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
     decision: &Decision,
-    response: Response<AnswerSource>,
-    mut attempt: Attempt,
+    (response, mut attempt, continuation): (
+        Response<AnswerSource>,
+        Attempt,
+        Option<Box<Continuation>>,
+    ),
     wanted: WantedUsage,
 ) -> Response<SharedResponseBody> {
     let proxied = sending.proxied;
@@ -370,7 +451,8 @@ pub(super) fn relay(
         watched: Some(sending.watched.clone()),
     };
     let waits = timeouts(proxy, sending.first_byte_by);
-    let relay = ResponseBody::new(body, content, attempt, source, waits);
+    let continuation = continuation.filter(|_| is_stream);
+    let relay = ResponseBody::new(body, content, attempt, source, waits, continuation);
     Response::from_parts(head, Arc::new(Mutex::new(relay)))
 }
 

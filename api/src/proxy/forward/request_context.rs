@@ -1,13 +1,14 @@
 //! The request that the data plane forwards, and its interface to admission and routing.
 
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Uri};
 use opentelemetry::trace::TraceId;
 use state::ids::Slot;
+use tokio::time::Instant;
 
 use crate::admission::AdmissionRequest;
 use crate::proxy::record::request_record::RequestRecord;
@@ -15,7 +16,10 @@ use crate::proxy::request::client_request::ClientRequest;
 use crate::proxy::request::routes::shown_path;
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
-use crate::routing::{OfferedEndpoints, PermitCell, RoutingRequest};
+use crate::routing::{
+    Attempt, AttemptEnd, EarlierAttempt, EarlierCharge, OfferedEndpoints, PermitCell,
+    RoutingRequest,
+};
 use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, client_trace_id};
 
 /// A request with its whole body, before it is parsed.
@@ -74,9 +78,59 @@ pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) trace: Option<Arc<RequestTrace>>,
     /// Permit of the request's user, also for retries.
     pub(in crate::proxy) permit: PermitCell,
+    /// Attempts whose backends failed although they may have generated output, if another backend
+    /// may go on.
+    earlier: Mutex<Option<EarlierAttempt>>,
 }
 
 impl ProxiedRequest {
+    /// Joins a request that has `arrived` and what was `read` of it, with its record and the id that
+    /// engines get.
+    pub(in crate::proxy) fn new(
+        (head, body): (http::request::Parts, Bytes),
+        read: ClientRequest,
+        ids: (HeaderValue, HeaderValue),
+        (peer, endpoints): (HeaderValue, Option<OfferedEndpoints>),
+        (record, trace): (Option<Arc<RequestRecord>>, Option<Arc<RequestTrace>>),
+    ) -> Self {
+        Self {
+            head,
+            body,
+            read,
+            request_id: ids.0,
+            engine_request_id: ids.1,
+            peer,
+            endpoints,
+            record,
+            trace,
+            permit: PermitCell::new(),
+            earlier: Mutex::default(),
+        }
+    }
+
+    /// Ends an attempt whose backend failed although it may have generated output. What it charged
+    /// counts for the attempt that goes on.
+    pub(in crate::proxy) fn hand_over(&self, attempt: Attempt, end: AttemptEnd) {
+        let mut earlier = self.lock_earlier();
+        match &*earlier {
+            None => *earlier = attempt.hand_over(end, Instant::now()),
+            // That attempt had not begun to go on.
+            Some(_) => attempt.end(end, Instant::now()),
+        }
+    }
+
+    /// Lets `attempt` go on with the answer of earlier attempts, if there are any, which began with
+    /// `text`.
+    pub(in crate::proxy) fn goes_on(&self, attempt: &mut Attempt, text: &str) {
+        if let Some(earlier) = self.lock_earlier().take() {
+            attempt.continues(earlier, text);
+        }
+    }
+
+    fn lock_earlier(&self) -> MutexGuard<'_, Option<EarlierAttempt>> {
+        self.earlier.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Returns the salt that isolates the user's cached blocks; `None` if the user shares them.
     pub(in crate::proxy) fn salt(&self) -> Option<&str> {
         self.identity.isolation?;
@@ -137,6 +191,10 @@ impl AdmissionRequest for ProxiedRequest {
 
     fn tokens_max(&self) -> Option<u32> {
         self.parsed.max_tokens
+    }
+
+    fn earlier(&self) -> Option<EarlierCharge> {
+        self.lock_earlier().as_ref().map(EarlierAttempt::charge)
     }
 
     fn is_traced(&self) -> bool {

@@ -297,6 +297,13 @@ fn relay(
     };
     let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
     let waits = timeouts(proxy, first_byte_by);
-    let relay = ResponseBody::new(AnswerSource::Engine(body), content, None, source, waits);
+    let relay = ResponseBody::new(
+        AnswerSource::Engine(body),
+        content,
+        None,
+        source,
+        waits,
+        None,
+    );
     ForwardResult::Relayed(Response::from_parts(head, Arc::new(Mutex::new(relay))))
 }

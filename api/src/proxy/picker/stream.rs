@@ -259,7 +259,7 @@ impl PickerStream {
         if let Some(trace) = attempt.trace() {
             trace.answered(head.status.as_u16());
         }
-        let mut response = relay(proxy, sending, decision, response, attempt, wanted);
+        let mut response = relay(proxy, sending, decision, (response, attempt, None), wanted);
         let expose = proxy.settings.expose;
         expose.index(response.headers_mut(), head.status, known_at);
         let told = (accounting.ignored.take(), accounting.user);

@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use super::access::{AccessEntry, EndedAccess};
 use super::archive::LostRecords;
+use super::broken_streams::BreakLabels;
 use super::decisions::DecisionLog;
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
@@ -72,6 +73,8 @@ pub struct ProxyMetrics {
     pub retries_refused: Counter,
     /// Requests refused because they broke two connections.
     pub suspects_refused: Counter,
+    /// Streams whose engine failed in the middle of its output.
+    pub streams_broken: Family<BreakLabels, Counter>,
     /// Responses that ended before their charge was committed, if charges are durable.
     pub charges_unconfirmed: Counter,
     /// Records of decisions that are missing in the archive.
@@ -147,6 +150,7 @@ impl ProxyMetrics {
             retries,
             retries_refused,
             suspects_refused,
+            streams_broken,
             ..
         } = self;
         registry.register(
@@ -184,6 +188,11 @@ impl ProxyMetrics {
             "suspects_refused",
             "Requests refused because they broke two backends' connections",
             suspects_refused.clone(),
+        );
+        registry.register(
+            "streams_broken",
+            "Streams whose backend failed in the middle of its output, by cause and result: continued, completed, or what prevented it",
+            streams_broken.clone(),
         );
         registry.register(
             "charges_unconfirmed",

@@ -2,6 +2,7 @@
 
 pub(super) mod access;
 pub(super) mod archive;
+pub(super) mod broken_streams;
 pub(super) mod decision_filter;
 pub(super) mod decisions;
 pub(super) mod metrics;

@@ -161,6 +161,18 @@ impl RequestAccounting {
         }
     }
 
+    /// Takes the attempt of a stream that goes on elsewhere; `None` if it has ended.
+    pub(super) fn take_attempt(&mut self) -> Option<Attempt> {
+        self.attempt.take()
+    }
+
+    /// Goes on with the attempt that continues the stream.
+    pub(super) fn continues(&mut self, mut attempt: Attempt) {
+        attempt.first_token(Instant::now());
+        self.attempt = Some(attempt);
+        self.error = None;
+    }
+
     pub(super) fn end(&mut self, end: AttemptEnd, outcome: RequestOutcome) {
         if let Some(attempt) = self.attempt.take() {
             attempt.end(end, Instant::now());

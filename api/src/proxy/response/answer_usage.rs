@@ -22,6 +22,11 @@ pub(in crate::proxy) struct AnswerDelta<'a> {
     /// Array of the token ids of choice 0, as written; empty without, as without vLLM's
     /// `return_token_ids`.
     pub(in crate::proxy) token_ids: &'a [u8],
+    /// The members `id` and `created`, as JSON; empty without.
+    pub(in crate::proxy) id: &'a [u8],
+    pub(in crate::proxy) created: &'a [u8],
+    /// Whether the document has output other than the text of choice 0.
+    pub(in crate::proxy) has_other_output: bool,
     /// Number of bytes of other output: other choices, reasoning, refusals, arguments of tool
     /// calls.
     pub(in crate::proxy) other_bytes: usize,
@@ -122,7 +127,9 @@ pub(in crate::proxy) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
             b"item" | b"content_block" => item = Some(value),
             b"error" => has_error = is_reported(value),
             b"object" => has_error |= value == br#""error""#,
-            b"id" | b"created" | b"model" | b"system_fingerprint" | b"service_tier" => {}
+            b"id" => findings.id = value,
+            b"created" => findings.created = value,
+            b"model" | b"system_fingerprint" | b"service_tier" => {}
             // Whole responses of the messages and the responses endpoint.
             b"content" => findings.read_parts(value),
             b"output" => {
@@ -162,6 +169,7 @@ impl<'a> AnswerDelta<'a> {
             error,
             ends_stream: LAST_EVENTS.contains(&kind),
             has_output: error.is_none() && !STRUCTURAL_EVENTS.contains(&kind),
+            has_other_output: true,
             ..Self::default()
         }
     }
@@ -181,6 +189,7 @@ impl<'a> AnswerDelta<'a> {
             return;
         }
         self.has_output |= self.text.is_some() || self.other_bytes > 0;
+        self.has_other_output |= self.other_bytes > 0;
         if has_choices {
             self.has_output |= self.usage.is_some_and(|usage| usage.completion_tokens > 0);
             self.is_structural = !self.has_output && !self.ends_choice;
@@ -202,7 +211,8 @@ impl<'a> AnswerDelta<'a> {
             let made = ChoiceOutput::of(choice);
             self.other_bytes += made.other_bytes;
             self.ends_choice |= made.is_ended;
-            self.has_output |= made.has_output;
+            self.has_output |= made.has_output || made.has_call;
+            self.has_other_output |= made.has_call;
             if made.index == 0 {
                 self.token_ids = made.token_ids;
             }
@@ -270,8 +280,10 @@ struct ChoiceOutput<'a> {
     token_ids: &'a [u8],
     other_bytes: usize,
     is_ended: bool,
-    /// Whether there is output that has no bytes of its own, such as the name of a tool.
+    /// Whether there are token ids.
     has_output: bool,
+    /// Whether there is output that has no bytes of its own, such as the name of a tool.
+    has_call: bool,
 }
 
 impl<'a> ChoiceOutput<'a> {
@@ -283,6 +295,7 @@ impl<'a> ChoiceOutput<'a> {
             other_bytes: 0,
             is_ended: false,
             has_output: false,
+            has_call: false,
         };
         for member in members(choice) {
             let value = &choice[member.value];
@@ -312,9 +325,9 @@ impl<'a> ChoiceOutput<'a> {
                     reasoning_bytes = reasoning_bytes.max(literal_bytes(value));
                 }
                 b"refusal" => self.other_bytes += literal_bytes(value),
-                b"audio" | b"function_call" => self.has_output |= value.first() == Some(&b'{'),
+                b"audio" | b"function_call" => self.has_call |= value.first() == Some(&b'{'),
                 b"tool_calls" => {
-                    self.has_output |= elements(value).next().is_some();
+                    self.has_call |= elements(value).next().is_some();
                     let functions = elements(value).filter_map(|call| value_of(call, "function"));
                     let arguments = functions.filter_map(|it| value_of(it, "arguments"));
                     self.other_bytes += arguments.map(literal_bytes).sum::<usize>();

@@ -3,6 +3,7 @@
 mod accounting;
 pub(super) mod answer_source;
 pub(super) mod answer_usage;
+pub(super) mod continuation;
 pub(super) mod durable_charge;
 mod edits;
 pub(super) mod engine_error;

@@ -21,6 +21,12 @@ pub enum ResponseBodyError {
     /// response does not look complete.
     #[error("the response ended prematurely")]
     Unfinished,
+    /// The engine reported an error in its stream. The stream may go on at another engine.
+    #[error("the backend reported an error")]
+    Reported,
+    /// The engine that was to continue the response began another one.
+    #[error("the next backend did not continue the response")]
+    NotContinued,
     /// The client read nothing for too long.
     #[error("the client does not read the response")]
     Untaken,

@@ -38,6 +38,10 @@ pub(in crate::proxy) struct SseStream {
     has_progress: bool,
     /// Chunk that waits for the next event, if any.
     last_chunk: Option<LastChunk>,
+    /// Whether server errors in the stream are held back, because it may go on elsewhere.
+    holds_errors: bool,
+    /// An error that is held back, with the rest of its frame.
+    held_error: Option<Bytes>,
 }
 
 /// The last chunk of a choice. Its usage is the final one unless a separate usage chunk follows.
@@ -66,6 +70,8 @@ enum EventAction {
     Cut(Range<usize>),
     /// Hold the event back, see [`LastChunk`]. The range is the position of its `usage`.
     Waits(Range<usize>),
+    /// Hold the event back with all that follows, because it reports an error.
+    Fails,
 }
 
 /// Position of a complete event's parts.
@@ -97,7 +103,29 @@ impl SseStream {
             is_done: false,
             has_progress: false,
             last_chunk: None,
+            holds_errors: false,
+            held_error: None,
         }
+    }
+
+    /// Holds server errors back from now on, or no longer.
+    pub(super) fn hold_errors(&mut self, holds: bool) {
+        self.holds_errors = holds;
+    }
+
+    /// Whether an error is held back.
+    pub(super) fn holds_error(&self) -> bool {
+        self.held_error.is_some()
+    }
+
+    /// Takes the error that was held back, with the rest of its frame.
+    pub(super) fn take_error(&mut self) -> Option<Bytes> {
+        self.held_error.take()
+    }
+
+    /// Whether the client has received the beginning of an event.
+    pub(super) fn is_within_event(&self) -> bool {
+        self.passing.is_some()
     }
 
     /// Whether data has arrived since the last call: more than comments, pings and empty events.
@@ -180,6 +208,11 @@ impl SseStream {
                                 });
                                 edits.push(Edit::cut(event));
                             }
+                            EventAction::Fails => {
+                                self.held_error = Some(bytes.slice(start..));
+                                edits.push(Edit::cut(start..bytes.len()));
+                                break;
+                            }
                         }
                     }
                     start += length;
@@ -241,6 +274,9 @@ impl SseStream {
         }
         observe(&findings);
         self.has_progress = true;
+        if self.holds_errors && findings.error.is_some_and(|it| it.is_server_error()) {
+            return (EventAction::Fails, None);
+        }
         self.is_done |= findings.ends_stream || findings.error.is_some();
         let before = self.last_chunk.take().map(|chunk| chunk.without_usage());
         let Some(member) = findings.usage_member.clone() else {

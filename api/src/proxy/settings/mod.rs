@@ -67,6 +67,8 @@ pub struct ProxySettings {
     pub strip_headers: HeaderRules,
     /// Retries on other backends.
     pub retry: RetrySettings,
+    /// Streams whose backend fails.
+    pub streams: StreamSettings,
     /// Highest priority that a request may have. Higher priorities are capped.
     pub priority_max: i16,
     /// Usage reports requested on a client's behalf.
@@ -321,6 +323,35 @@ pub struct RetrySettings {
     pub concurrency_min: u32,
 }
 
+/// Keys of `[streams]`: what happens to a stream whose backend fails in the middle of it. See
+/// docs/guide/streams.md.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct StreamSettings {
+    /// Whether another backend goes on with the stream.
+    pub resume: StreamResume,
+    /// Maximum number of output tokens of which the text is kept. A longer stream does not go on
+    /// elsewhere.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    #[default(65_536)]
+    pub resume_max_tokens: u32,
+    /// Longest pause within the output after which another backend goes on with the stream, if that
+    /// is possible. Default: `timeouts.idle`.
+    #[serde(with = "AsOption::<Span>")]
+    pub stall: Option<Duration>,
+}
+
+/// Which streams go on at another backend if theirs fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum StreamResume {
+    /// None.
+    Off,
+    /// Those that another backend continues exactly.
+    #[default]
+    Auto,
+}
+
 impl RetrySettings {
     /// Whether a request is retried on this status of a response.
     pub(super) fn takes(&self, status: StatusCode) -> bool {
@@ -355,6 +386,7 @@ impl ProxySettings {
             fields: FieldRules::default(),
             strip_headers: HeaderRules::default(),
             retry: RetrySettings::default(),
+            streams: StreamSettings::default(),
             priority_max: 0,
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),

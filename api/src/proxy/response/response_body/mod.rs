@@ -1,6 +1,8 @@
 //! An engine's response on its way to the client. Frames pass as they arrive, at the pace of the
 //! client. Their usage and text go to the accounting, which is completed however the response ends.
 
+mod continuing;
+
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -11,21 +13,25 @@ use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
 use tokio::time::Instant;
 
-use super::accounting::RequestAccounting;
-use super::answer_source::AnswerSource;
-use super::durable_charge::WithheldEnd;
-use super::engine_error::end_of_error;
-use super::idle_timeout::IdleTimeout;
-use super::json_answer::Document;
-use super::opening::may_be_error;
-use super::read_ahead::{ReadAhead, ReadAheadBounds};
-use super::response_chunk::{AnswerPiece, ResponseBodyError};
-use super::sse::SseStream;
+use self::continuing::AfterFailure;
+pub(in crate::proxy) use self::continuing::Continuation;
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::limits::poison_requests::WatchedRequest;
 use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
 use crate::proxy::request::dialect::Dialect;
+use crate::proxy::response::accounting::RequestAccounting;
+use crate::proxy::response::answer_source::AnswerSource;
+use crate::proxy::response::answer_usage::AnswerDelta;
+use crate::proxy::response::continuation::{Obstacle, Seam};
+use crate::proxy::response::durable_charge::WithheldEnd;
+use crate::proxy::response::engine_error::end_of_error;
+use crate::proxy::response::idle_timeout::IdleTimeout;
+use crate::proxy::response::json_answer::Document;
+use crate::proxy::response::opening::may_be_error;
+use crate::proxy::response::read_ahead::{ReadAhead, ReadAheadBounds};
+use crate::proxy::response::response_chunk::{AnswerPiece, ResponseBodyError};
+use crate::proxy::response::sse::SseStream;
 use crate::routing::{Attempt, AttemptEnd};
 
 /// Maximum length of an engine's error response that is relayed, in bytes. A longer one ends there.
@@ -115,6 +121,8 @@ pub(in crate::proxy) struct ResponseBody {
     is_over: bool,
     /// Pieces that were read while the client received nothing.
     ahead: ReadAhead,
+    /// What is needed to go on with a stream at another engine; `None` if it cannot go on.
+    continuation: Option<Box<Continuation>>,
 }
 
 impl ResponseBody {
@@ -125,7 +133,12 @@ impl ResponseBody {
         attempt: Option<Attempt>,
         source: RespondingBackend,
         waits: ResponseTimeouts,
+        continuation: Option<Box<Continuation>>,
     ) -> Self {
+        let mut content = content;
+        if let (BodyKind::Events { events, .. }, Some(_)) = (&mut content, &continuation) {
+            events.hold_errors(true);
+        }
         Self {
             engine,
             content,
@@ -137,6 +150,7 @@ impl ResponseBody {
             is_engine_read: false,
             is_over: false,
             ahead: ReadAhead::new(waits.ahead),
+            continuation,
         }
     }
 
@@ -177,6 +191,8 @@ impl ResponseBody {
         if matches!(self.content, BodyKind::Events { .. }) {
             self.accounting.stream_ends();
         }
+        // Nothing goes on after the end. This frees the request.
+        self.continuation = None;
         let outcome = match (&self.content, self.accounting.error()) {
             (BodyKind::Error { .. }, _) => {
                 return (AttemptEnd::Finished, RequestOutcome::EngineError);
@@ -197,10 +213,19 @@ impl ResponseBody {
 
     /// Accepts a frame and returns the bytes that the client receives now, if any.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
-        let accounting = &mut self.accounting;
+        let data = match self.continuation.as_mut().and_then(|it| it.seam.as_mut()) {
+            Some(seam) => (seam.push(&data)).map_err(|_| ResponseBodyError::NotContinued)?,
+            None => data,
+        };
+        let (accounting, continuation) = (&mut self.accounting, &mut self.continuation);
         let (passed, has_progress) = match &mut self.content {
             BodyKind::Events { events, .. } => {
-                let passed = events.push(data, &mut |findings| accounting.note_event(findings));
+                let passed = events.push(data, &mut |findings| {
+                    if let Some(continuation) = continuation {
+                        continuation.relayed.note(findings);
+                    }
+                    accounting.note_event(findings);
+                });
                 (passed, events.take_progress())
             }
             BodyKind::Document { document, .. } => {
@@ -235,6 +260,9 @@ impl ResponseBody {
                 .answer_bytes
                 .inc_by(passed.len() as u64);
         }
+        if self.holds_error() {
+            return Ok(passed);
+        }
         let is_last = self.engine.is_end_stream() || self.content.is_cut();
         if !is_last {
             return Ok(match self.withheld.is_on() && self.content.is_done() {
@@ -247,10 +275,7 @@ impl ResponseBody {
             return self.finish();
         }
         // A client that reads by the announced length does not poll again.
-        Ok(match (passed, self.finish()?) {
-            (Some(passed), Some(rest)) => Some([passed, rest].concat().into()),
-            (passed, rest) => passed.or(rest),
-        })
+        Ok(joined(passed, self.finish()?))
     }
 
     /// Records that data has arrived, and moves the deadline. Before the first output, the deadline
@@ -260,8 +285,19 @@ impl ResponseBody {
         let is_stream = matches!(self.content, BodyKind::Events { .. });
         match is_stream && !self.accounting.has_output() {
             true => self.idle_timeout.extend(self.answer_idle),
-            false => self.idle_timeout.restart(self.answer_idle),
+            false => self.idle_timeout.restart(self.pause_max()),
         }
+    }
+
+    /// Returns the longest pause within the output.
+    fn pause_max(&self) -> Duration {
+        let stall = self.continuation.as_ref().and_then(|it| it.stall);
+        stall.map_or(self.answer_idle, |stall| stall.min(self.answer_idle))
+    }
+
+    /// Whether an error of the engine is held back, because the stream may go on elsewhere.
+    fn holds_error(&self) -> bool {
+        matches!(&self.content, BodyKind::Events { events, .. } if events.holds_error())
     }
 
     /// Handles the end of the engine's body and returns the last bytes for the client, if any.
@@ -272,7 +308,17 @@ impl ResponseBody {
                 has_clear_end,
                 ..
             } => {
-                let rest = events.finish(&mut |findings| self.accounting.note_event(findings));
+                let (accounting, continuation) = (&mut self.accounting, &mut self.continuation);
+                let seam = continuation.as_mut().and_then(|it| it.seam.as_mut());
+                let held = seam.map(Seam::finish);
+                let mut note = |findings: &AnswerDelta<'_>| {
+                    if let Some(continuation) = continuation {
+                        continuation.relayed.note(findings);
+                    }
+                    accounting.note_event(findings);
+                };
+                let held = held.and_then(|held| events.push(held, &mut note));
+                let rest = joined(held, events.finish(&mut note));
                 if !*has_clear_end && !events.is_done() {
                     return Err(ResponseBodyError::Unfinished);
                 }
@@ -319,7 +365,7 @@ impl ResponseBody {
     }
 
     /// Returns what is withheld once its charge is committed or the wait is over.
-    fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
+    fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
         let released = ready!(self.withheld.poll_released(cx));
         if !released.is_confirmed {
             let request_metrics = self.accounting.request_metrics.iter();
@@ -329,32 +375,45 @@ impl ResponseBody {
         }
         self.is_over = self.is_engine_read;
         self.idle_timeout.restart(self.answer_idle);
-        Poll::Ready(released.piece.map(Ok))
+        Poll::Ready(released.piece)
     }
 
-    /// Completes the accounting of a broken response. A stream of events gets a final error event.
-    fn break_off(&mut self, why: ResponseBodyError) -> Result<Bytes, ResponseBodyError> {
-        let RespondingBackend {
-            proxy,
-            slot,
-            watched,
-        } = &self.source;
-        if let Some(request_metrics) = &mut self.accounting.request_metrics {
-            request_metrics.fails_because(why.to_string());
-        }
+    /// Records that the engine has failed.
+    fn blame(&self, why: &ResponseBodyError) {
         if matches!(why, ResponseBodyError::Engine(_)) {
+            let RespondingBackend {
+                proxy,
+                slot,
+                watched,
+            } = &self.source;
             proxy.backends.report_failure(*slot);
             watched.iter().for_each(WatchedRequest::broke);
         }
+    }
+
+    /// Completes the accounting of a broken response. A stream of events gets a final error event.
+    fn break_off(
+        &mut self,
+        why: ResponseBodyError,
+        obstacle: Option<&Obstacle>,
+    ) -> Result<Bytes, ResponseBodyError> {
+        self.is_over = true;
+        if let Some(request_metrics) = &mut self.accounting.request_metrics {
+            request_metrics.fails_because(why.to_string());
+        }
         self.accounting
             .end(AttemptEnd::Broken, RequestOutcome::BrokenOff);
+        let relayed = self.continuation.take().map(|it| it.relayed);
         match &mut self.content {
             BodyKind::Events {
                 events, dialect, ..
             } => {
                 let failure = match why {
                     ResponseBodyError::Silent => ProxyError::EngineTimeout,
-                    _ => ProxyError::EngineBrokeOff,
+                    _ => ProxyError::EngineBrokeOff {
+                        tokens: relayed.map(|relayed| relayed.tokens()),
+                        obstacle: obstacle.map(ToString::to_string),
+                    },
                 };
                 let waiting = events.take_waiting();
                 let last = dialect.last_event(&failure, events.abandon());
@@ -365,6 +424,14 @@ impl ResponseBody {
             }
             _ => Err(why),
         }
+    }
+}
+
+/// Joins two pieces that follow each other.
+fn joined(first: Option<Bytes>, second: Option<Bytes>) -> Option<Bytes> {
+    match (first, second) {
+        (Some(first), Some(second)) => Some([first, second].concat().into()),
+        (first, second) => first.or(second),
     }
 }
 
@@ -383,16 +450,36 @@ impl Drop for ResponseBody {
 }
 
 impl ResponseBody {
-    /// Returns the next piece of the engine's response for the client.
+    /// Returns the next piece of the response for the client.
     fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
-        if self.is_over {
-            return Poll::Ready(None);
+        while !self.is_over {
+            if let Some(piece) = ready!(self.poll_continuation(cx)) {
+                return Poll::Ready(Some(piece));
+            }
+            let why = match ready!(self.poll_one_engine(cx)) {
+                Ok(piece) => return Poll::Ready(piece.map(Ok)),
+                Err(why) => why,
+            };
+            if let AfterFailure::Piece(piece) = self.after_failure(why) {
+                return Poll::Ready(Some(piece));
+            }
         }
+        Poll::Ready(None)
+    }
+
+    /// Returns the next piece of the present engine's response, or why it has failed.
+    fn poll_one_engine(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Option<Bytes>, ResponseBodyError>> {
         let broken = loop {
+            if self.holds_error() {
+                break ResponseBodyError::Reported;
+            }
             if self.withheld.is_waiting() {
                 let released = ready!(self.poll_withheld(cx));
                 if released.is_some() || self.is_over {
-                    return Poll::Ready(released);
+                    return Poll::Ready(Ok(released));
                 }
             }
             match Pin::new(&mut self.engine).poll_frame(cx) {
@@ -402,9 +489,9 @@ impl ResponseBody {
                         continue;
                     };
                     match self.take_in(data) {
-                        Ok(None) if self.is_over => return Poll::Ready(None),
+                        Ok(None) if self.is_over => return Poll::Ready(Ok(None)),
                         Ok(None) => continue,
-                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(passed))),
+                        Ok(Some(passed)) => return Poll::Ready(Ok(Some(passed))),
                         Err(why) => break why,
                     }
                 }
@@ -419,12 +506,11 @@ impl ResponseBody {
             }
             match self.finish() {
                 Ok(None) if !self.is_over => {}
-                Ok(rest) => return Poll::Ready(rest.map(Ok)),
+                Ok(rest) => return Poll::Ready(Ok(rest)),
                 Err(why) => break why,
             }
         };
-        self.is_over = true;
-        Poll::Ready(Some(self.break_off(broken)))
+        Poll::Ready(Err(broken))
     }
 }
 

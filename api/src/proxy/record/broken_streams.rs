@@ -1,0 +1,49 @@
+//! Streams whose engine failed in the middle of its output, as metrics show them.
+
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+
+/// Why a stream has to go on at another engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StreamBreak {
+    /// The connection broke, or ended too early.
+    Broke,
+    /// The engine sent an error in its stream.
+    Error,
+    /// The engine sent nothing for too long.
+    Stalled,
+}
+
+impl EncodeLabelValue for StreamBreak {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
+        match self {
+            Self::Broke => "broke",
+            Self::Error => "error",
+            Self::Stalled => "stalled",
+        }
+        .encode(encoder)
+    }
+}
+
+/// Labels of the counter of streams whose engine failed.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BreakLabels {
+    /// What the engine did.
+    pub cause: StreamBreak,
+    /// `continued`, `completed` if only the end was missing, or the obstacle.
+    pub result: BreakResult,
+}
+
+/// What became of a stream whose engine failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BreakResult(pub(in crate::proxy) &'static str);
+
+impl BreakResult {
+    pub(in crate::proxy) const CONTINUED: Self = Self("continued");
+    pub(in crate::proxy) const COMPLETED: Self = Self("completed");
+}
+
+impl EncodeLabelValue for BreakResult {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
+        self.0.encode(encoder)
+    }
+}

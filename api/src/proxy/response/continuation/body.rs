@@ -1,0 +1,315 @@
+//! The request that continues an answer: that of the client, with the answer so far.
+//!
+//! Only the fields are accepted of which it is known that an answer is continued exactly with them.
+//! Others must have their neutral value. So a new field of an engine is an obstacle, not a fault.
+
+use std::borrow::Cow;
+
+use bytes::Bytes;
+
+use super::{Obstacle, RelayedAnswer};
+use crate::proxy::response::json_scan::members;
+
+/// Fields with which an answer can be continued, whatever their value.
+const ANY_VALUE: &[&str] = &[
+    "add_special_tokens",
+    "agentic_context",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "ignore_eos",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "kv_transfer_params",
+    "logit_bias",
+    "lora_path",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "metadata",
+    "min_p",
+    "min_tokens",
+    "mm_processor_kwargs",
+    "model",
+    "nvext",
+    "parallel_tool_calls",
+    "priority",
+    "prompt",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "request_id",
+    "rid",
+    "safety_identifier",
+    "seed",
+    "separate_reasoning",
+    "service_tier",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "store",
+    "stream",
+    "stream_options",
+    "stream_reasoning",
+    "temperature",
+    "tools",
+    "top_k",
+    "top_p",
+    "user",
+    "verbosity",
+];
+
+/// Further values with which an answer can be continued, as JSON without white space.
+const SOME_VALUES: &[(&str, &[&str])] = &[
+    ("n", &["1"]),
+    ("best_of", &["1"]),
+    ("repetition_penalty", &["1", "1.0"]),
+    ("length_penalty", &["1", "1.0"]),
+    ("add_generation_prompt", &["true"]),
+    ("tool_choice", &["\"auto\"", "\"none\""]),
+    ("response_format", &["{\"type\":\"text\"}"]),
+    ("modalities", &["[\"text\"]"]),
+];
+
+/// Values of any other field that mean as much as its absence.
+const NEUTRAL: &[&str] = &["null", "false", "\"\"", "[]", "{}"];
+/// Penalties that count tokens of the answer, which are tokens of the prompt once it is continued.
+/// `0` is neutral.
+const PENALTIES: &[&str] = &["presence_penalty", "frequency_penalty"];
+
+/// Maximum number of tokens of `/v1/completions` in OpenAI's API if the request sets none.
+const COMPLETION_TOKENS: u64 = 16;
+
+/// Texts in an answer of a chat that chat templates treat as a part of its own.
+const REASONING: [&str; 2] = ["<think>", "</think>"];
+
+/// Returns the body that continues what was `relayed` of the answer to `body`, which was sent to
+/// `path`.
+///
+/// # Errors
+/// Returns the obstacle if the answer cannot be continued exactly.
+pub(in crate::proxy) fn continued_body(
+    path: &str,
+    body: &Bytes,
+    relayed: &RelayedAnswer,
+) -> Result<Bytes, Obstacle> {
+    let is_chat = path == "/v1/chat/completions";
+    let kept = kept_text(relayed.text()?, is_chat)?;
+    let open = memchr::memchr(b'{', body).map_or(0, |brace| brace + 1);
+    let mut continued = body.slice(..open).to_vec();
+    let (mut has_prompt, mut has_limit) = (false, false);
+    for member in members(body) {
+        let name = std::str::from_utf8(&body[member.key.clone()]).unwrap_or_default();
+        let value = std::str::from_utf8(&body[member.value.clone()]).unwrap_or_default();
+        check_field(name, value)?;
+        let value: Cow<'_, str> = match name {
+            // They are set below.
+            "add_generation_prompt" | "continue_final_message" => continue,
+            "max_tokens" | "max_completion_tokens" if value != "null" => {
+                has_limit = true;
+                tokens_left(name, value, relayed)?.into()
+            }
+            "min_tokens" if value != "null" => {
+                let left = tokens_left(name, value, relayed);
+                left.unwrap_or_else(|_| "0".to_owned()).into()
+            }
+            "messages" if is_chat => {
+                has_prompt = true;
+                with_answer(value, kept)?.into()
+            }
+            "prompt" if !is_chat => {
+                has_prompt = true;
+                with_text(value, kept)?.into()
+            }
+            _ => value.into(),
+        };
+        append(&mut continued, name, &value);
+    }
+    if !has_prompt {
+        return Err(Obstacle::TokenPrompt);
+    }
+    if kept.is_empty() {
+        // The answer begins again.
+        return Ok(body.clone());
+    }
+    if is_chat {
+        append(&mut continued, "add_generation_prompt", "false");
+        append(&mut continued, "continue_final_message", "true");
+    } else if !has_limit && relayed.kept_tokens() < COMPLETION_TOKENS {
+        let left = COMPLETION_TOKENS - relayed.kept_tokens();
+        append(&mut continued, "max_tokens", &left.to_string());
+    }
+    continued.push(b'}');
+    Ok(continued.into())
+}
+
+/// Returns the part of an answer that the next engine is sent. Some chat templates remove white
+/// space at the end of a message. It is left to the engine to generate it again.
+fn kept_text(text: &str, is_chat: bool) -> Result<&str, Obstacle> {
+    if !is_chat {
+        return Ok(text);
+    }
+    let kept = text.trim_end();
+    let is_led = kept.starts_with(char::is_whitespace);
+    if is_led || REASONING.iter().any(|mark| kept.contains(mark)) {
+        return Err(Obstacle::Template);
+    }
+    Ok(kept)
+}
+
+/// Checks that an answer can be continued with the field `name` set to `value`.
+fn check_field(name: &str, value: &str) -> Result<(), Obstacle> {
+    let is_of = |(field, values): &(&str, &[&str])| *field == name && values.contains(&value);
+    let is_fine = ANY_VALUE.contains(&name)
+        || NEUTRAL.contains(&value)
+        || SOME_VALUES.iter().any(is_of)
+        || PENALTIES.contains(&name) && matches!(value, "0" | "0.0");
+    match is_fine {
+        true => Ok(()),
+        false => Err(Obstacle::Field(name.to_owned())),
+    }
+}
+
+/// Returns what is left of the number of tokens `value`.
+fn tokens_left(name: &str, value: &str, relayed: &RelayedAnswer) -> Result<String, Obstacle> {
+    let tokens: u64 = value
+        .parse()
+        .map_err(|_| Obstacle::Field(name.to_owned()))?;
+    match tokens.saturating_sub(relayed.kept_tokens()) {
+        0 => Err(Obstacle::AtLimit),
+        left => Ok(left.to_string()),
+    }
+}
+
+/// Returns the array `messages` with the answer so far.
+fn with_answer(messages: &str, kept: &str) -> Result<String, Obstacle> {
+    let before = messages.strip_suffix(']').ok_or(Obstacle::TokenPrompt)?;
+    let message = serde_json::json!({ "role": "assistant", "content": kept });
+    Ok(format!("{before},{message}]"))
+}
+
+/// Returns the string `prompt` with the answer so far.
+fn with_text(prompt: &str, kept: &str) -> Result<String, Obstacle> {
+    let before = prompt.strip_suffix('"').filter(|it| it.starts_with('"'));
+    let before = before.ok_or(Obstacle::TokenPrompt)?;
+    let text = serde_json::Value::from(kept).to_string();
+    Ok(format!("{before}{}", &text[1..]))
+}
+
+/// Appends a member to an object.
+fn append(object: &mut Vec<u8>, name: &str, value: &str) {
+    let separator = if object.ends_with(b"{") { "" } else { "," };
+    object.extend_from_slice(format!("{separator}\"{name}\":{value}").as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proxy::response::answer_usage::inspect;
+
+    const CHAT: &str = "/v1/chat/completions";
+    const COMPLETIONS: &str = "/v1/completions";
+
+    /// Returns an answer of these texts, one token each.
+    fn relayed(texts: &[&str]) -> RelayedAnswer {
+        let mut relayed = RelayedAnswer::new(1000);
+        for text in texts {
+            let event = serde_json::json!({"choices": [{"index": 0, "text": text}]});
+            relayed.note(&inspect(event.to_string().as_bytes()));
+        }
+        relayed
+    }
+
+    fn continued(path: &str, body: &str, texts: &[&str]) -> Result<String, Obstacle> {
+        let body = Bytes::copy_from_slice(body.as_bytes());
+        let body = continued_body(path, &body, &relayed(texts))?;
+        Ok(String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    #[test]
+    fn a_chat_gets_its_answer_as_an_open_message() {
+        let body = r#" {"model":"m", "messages": [{"role":"user","content":"a"}],"max_tokens":9,"min_tokens":3,"add_generation_prompt":true,"stream":true}"#;
+        assert_eq!(
+            continued(CHAT, body, &["b\"", "c", "\n"]).unwrap(),
+            r#" {"model":"m","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b\"c"}],"max_tokens":7,"min_tokens":1,"stream":true,"add_generation_prompt":false,"continue_final_message":true}"#
+        );
+    }
+
+    #[test]
+    fn a_completion_gets_its_answer_behind_its_prompt() {
+        for (limit, limit_left) in [("\"max_tokens\":20", 18), ("\"max_tokens\":null", 14)] {
+            let body = format!(r#"{{"prompt":"é\\u0041\n",{limit},"stream":true}}"#);
+            let body = continued(COMPLETIONS, &body, &["b ", "\u{1f600} "]).unwrap();
+            let body: serde_json::Value = serde_json::from_str(&body).unwrap();
+            assert_eq!(body["prompt"], "é\\u0041\nb \u{1f600} ");
+            assert_eq!(body["max_tokens"], limit_left);
+        }
+    }
+
+    #[test]
+    fn an_answer_without_text_begins_again() {
+        let body = r#"{"messages": [{"role":"user","content":"a"}], "max_tokens": 5}"#;
+        for texts in [&[] as &[&str], &["\n", " "]] {
+            assert_eq!(continued(CHAT, body, texts).unwrap(), body);
+        }
+    }
+
+    #[test]
+    fn fields_without_an_exact_continuation_are_obstacles() {
+        for (member, is_fine) in [
+            (r#""n":1"#, true),
+            (r#""n":2"#, false),
+            (r#""logprobs":true"#, false),
+            (r#""logprobs":false"#, true),
+            (r#""logprobs":0"#, false),
+            (r#""top_logprobs":null"#, true),
+            (r#""echo":true"#, false),
+            (r#""best_of":2"#, false),
+            (r#""use_beam_search":true"#, false),
+            (r#""response_format":{"type":"text"}"#, true),
+            (r#""response_format":{"type":"json_object"}"#, false),
+            (r#""guided_json":{"a":1}"#, false),
+            (r#""structured_outputs":{"regex":"a"}"#, false),
+            (r#""structured_outputs":null"#, true),
+            (r#""tool_choice":"auto""#, true),
+            (r#""tool_choice":"required""#, false),
+            (r#""tools":[{"type":"function"}]"#, true),
+            (r#""presence_penalty":0"#, true),
+            (r#""presence_penalty":0.5"#, false),
+            (r#""repetition_penalty":1.0"#, true),
+            (r#""modalities":["audio"]"#, false),
+            (r#""continue_final_message":true"#, false),
+            (r#""return_token_ids":true"#, false),
+            (r#""field_of_tomorrow":1"#, false),
+            (r#""n\u":3"#, false),
+        ] {
+            let body = format!(r#"{{"messages":[{{}}],{member}}}"#);
+            let found = continued(CHAT, &body, &["a"]);
+            assert_eq!(found.is_ok(), is_fine, "{member}: {found:?}");
+        }
+        let ids = continued(COMPLETIONS, r#"{"prompt":[1,2]}"#, &["a"]);
+        assert_eq!(ids, Err(Obstacle::TokenPrompt));
+    }
+
+    #[test]
+    fn a_text_that_templates_change_is_an_obstacle() {
+        let body = r#"{"messages":[{}],"prompt":"a"}"#;
+        for text in [" a", "<think>a", "a</think>b"] {
+            assert_eq!(continued(CHAT, body, &[text]), Err(Obstacle::Template));
+            let body = r#"{"prompt":"a"}"#;
+            assert!(continued(COMPLETIONS, body, &[text]).is_ok());
+        }
+    }
+
+    #[test]
+    fn an_answer_of_the_maximum_length_is_not_continued() {
+        let body = r#"{"messages":[{}],"max_tokens":2}"#;
+        assert_eq!(continued(CHAT, body, &["a", "b"]), Err(Obstacle::AtLimit));
+        assert!(continued(CHAT, body, &["a", " "]).is_ok());
+    }
+}

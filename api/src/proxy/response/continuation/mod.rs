@@ -1,0 +1,128 @@
+//! Goes on with a stream whose engine has failed, at another engine, without a seam.
+//!
+//! The router keeps the text that the client has received ([`RelayedAnswer`]). When the engine fails,
+//! it asks another one to continue that text ([`continued_body`]), and rewrites its events into ones
+//! of the first stream ([`Seam`]): the client sees one id, one beginning and the usage of one answer.
+//!
+//! That is done only where the second engine goes on exactly where the first one stopped. An
+//! [`Obstacle`] says what is in the way; the stream then ends with an error event. The idea is that of
+//! Dynamo's request migration (docs/fault-tolerance/request-migration.md there), which continues by
+//! token ids.
+
+mod body;
+mod relayed;
+mod seam;
+
+use std::future::Future;
+use std::pin::Pin;
+
+use bytes::Bytes;
+use state::ids::Slot;
+
+pub(in crate::proxy) use self::body::continued_body;
+pub(in crate::proxy) use self::relayed::RelayedAnswer;
+pub(in crate::proxy) use self::seam::Seam;
+use crate::engines::backends::pool::EngineBody;
+use crate::proxy::limits::poison_requests::WatchedRequest;
+use crate::proxy::record::broken_streams::BreakResult;
+use crate::routing::{Attempt, AttemptEnd};
+
+/// Reason why a stream does not go on at another engine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(in crate::proxy) enum Obstacle {
+    /// The request has a field with which an answer cannot be continued exactly.
+    #[error("an answer with the field {0:?} cannot be continued")]
+    Field(String),
+    /// The prompt is not text.
+    #[error("only the answer to a prompt of text can be continued")]
+    TokenPrompt,
+    /// The client has received output other than text: a tool call, reasoning, a further choice.
+    #[error("only text can be continued")]
+    OtherOutput,
+    /// The client has received more than `streams.resume_max_tokens`.
+    #[error("the answer is longer than streams.resume_max_tokens")]
+    TooLong,
+    /// Chat templates may change the text when it is sent back.
+    #[error("chat templates may change such a text")]
+    Template,
+    /// All tokens that the request allows were generated.
+    #[error("the answer had reached its maximum length")]
+    AtLimit,
+    /// The client has received the beginning of an event.
+    #[error("an event was incomplete")]
+    IncompleteEvent,
+    /// The request has broken two engines.
+    #[error("the request has broken two backends")]
+    BreaksBackends,
+    /// The request was tried on `retry.attempts` backends, or the retry budget is used up.
+    #[error("no further attempt is allowed")]
+    NoAttempts,
+    /// No other backend took the request.
+    #[error("no other backend took the request")]
+    NoBackend,
+    /// The next engine refused the request with this status.
+    #[error("the next backend refused to go on with status {0}")]
+    Refused(u16),
+    /// The next engine began a new answer.
+    #[error("the next backend did not continue the answer")]
+    NotContinued,
+}
+
+impl From<&Obstacle> for BreakResult {
+    fn from(obstacle: &Obstacle) -> Self {
+        Self(match obstacle {
+            Obstacle::Field(_) => "field",
+            Obstacle::TokenPrompt => "token-prompt",
+            Obstacle::OtherOutput => "other-output",
+            Obstacle::TooLong => "too-long",
+            Obstacle::Template => "template",
+            Obstacle::AtLimit => "at-limit",
+            Obstacle::IncompleteEvent => "incomplete-event",
+            Obstacle::BreaksBackends => "breaks-backends",
+            Obstacle::NoAttempts => "no-attempts",
+            Obstacle::NoBackend => "no-backend",
+            Obstacle::Refused(_) => "refused",
+            Obstacle::NotContinued => "not-continued",
+        })
+    }
+}
+
+/// An answer that goes on.
+pub(in crate::proxy) struct ContinuedAnswer {
+    /// The next engine's stream.
+    pub(in crate::proxy) body: EngineBody,
+    pub(in crate::proxy) attempt: Attempt,
+    /// Slot of the next backend.
+    pub(in crate::proxy) slot: Slot,
+    pub(in crate::proxy) watched: WatchedRequest,
+}
+
+/// An attempt whose backend has failed in the middle of its answer.
+pub(in crate::proxy) struct FailedAttempt {
+    pub(in crate::proxy) attempt: Attempt,
+    /// Slot of the backend.
+    pub(in crate::proxy) slot: Slot,
+    /// How the attempt ends.
+    pub(in crate::proxy) end: AttemptEnd,
+}
+
+/// Future of an answer that goes on.
+pub(in crate::proxy) type PendingContinuation =
+    Pin<Box<dyn Future<Output = Result<ContinuedAnswer, Obstacle>> + Send>>;
+
+/// Sends requests that continue an answer.
+pub(in crate::proxy) trait Continuer: Send {
+    /// Whether the stream is that of a chat.
+    fn is_chat(&self) -> bool;
+
+    /// Returns the body of the request that continues what was `relayed`.
+    fn body(&self, relayed: &RelayedAnswer) -> Result<Bytes, Obstacle>;
+
+    /// Ends the attempt that has failed, and sends `body` to another backend.
+    fn go_on(
+        &mut self,
+        failed: FailedAttempt,
+        body: Bytes,
+        relayed: &RelayedAnswer,
+    ) -> PendingContinuation;
+}

@@ -1,0 +1,115 @@
+//! What a client has received of a streamed answer, as far as another engine needs it to go on.
+
+use super::Obstacle;
+use crate::proxy::response::answer_usage::AnswerDelta;
+use crate::routing::Usage;
+
+/// Maximum length of the text of one token on average, in bytes, for the bound on the text.
+const TOKEN_BYTES_MAX: u64 = 64;
+
+/// Text and properties of the answer that a client has received so far.
+#[derive(Debug)]
+pub(in crate::proxy) struct RelayedAnswer {
+    /// Maximum number of tokens that are kept.
+    tokens_max: u64,
+    /// Text of the answer.
+    text: String,
+    /// Number of events with text: the number of tokens, if the engine does not report it.
+    texts: u64,
+    /// Number of tokens up to the last text that is more than white space.
+    kept_tokens: u64,
+    /// Highest counts that the engine reported; `None` without a report.
+    usage: Option<Usage>,
+    /// The members `id` and `created` of the first event, as JSON; empty before.
+    pub(super) id: Box<[u8]>,
+    pub(super) created: Box<[u8]>,
+    /// What makes the answer impossible to continue, if anything.
+    obstacle: Option<Obstacle>,
+    /// Whether the answer is complete, even if the stream's end is missing.
+    is_complete: bool,
+}
+
+impl RelayedAnswer {
+    /// Creates an answer without output, of which at most `tokens_max` tokens are kept.
+    pub(in crate::proxy) fn new(tokens_max: u32) -> Self {
+        Self {
+            tokens_max: tokens_max.into(),
+            text: String::new(),
+            texts: 0,
+            kept_tokens: 0,
+            usage: None,
+            id: Box::default(),
+            created: Box::default(),
+            obstacle: None,
+            is_complete: false,
+        }
+    }
+
+    /// Notes an event that the client receives.
+    pub(in crate::proxy) fn note(&mut self, event: &AnswerDelta<'_>) {
+        if self.id.is_empty() && !event.id.is_empty() {
+            self.id = event.id.into();
+            self.created = event.created.into();
+        }
+        self.is_complete |= event.ends_choice;
+        if let Some(usage) = event.usage {
+            let known = self.usage.get_or_insert(usage);
+            known.prompt_tokens = known.prompt_tokens.max(usage.prompt_tokens);
+            known.completion_tokens = known.completion_tokens.max(usage.completion_tokens);
+            known.cached_tokens = known.cached_tokens.max(usage.cached_tokens);
+        }
+        if self.obstacle.is_some() {
+            return;
+        }
+        if event.has_other_output {
+            self.give_up(Obstacle::OtherOutput);
+        } else if let Some(text) = &event.text {
+            self.text.push_str(text);
+            self.texts += 1;
+            if !text.trim_ascii().is_empty() {
+                self.kept_tokens = self.tokens();
+            }
+            let bytes_max = self.tokens_max.saturating_mul(TOKEN_BYTES_MAX);
+            if self.tokens() > self.tokens_max || self.text.len() as u64 > bytes_max {
+                self.give_up(Obstacle::TooLong);
+            }
+        }
+    }
+
+    fn give_up(&mut self, obstacle: Obstacle) {
+        self.obstacle = Some(obstacle);
+        self.text = String::new();
+    }
+
+    /// Returns the text.
+    ///
+    /// # Errors
+    /// Returns the obstacle if the answer is more than a text of bounded length.
+    pub(in crate::proxy) fn text(&self) -> Result<&str, Obstacle> {
+        match &self.obstacle {
+            Some(obstacle) => Err(obstacle.clone()),
+            None => Ok(&self.text),
+        }
+    }
+
+    /// Returns the number of output tokens, as reported or else by the number of events.
+    pub(in crate::proxy) fn tokens(&self) -> u64 {
+        let reported = self.usage.map_or(0, |usage| usage.completion_tokens);
+        if reported > 0 { reported } else { self.texts }
+    }
+
+    /// Returns the number of output tokens without those of white space at the end.
+    pub(super) fn kept_tokens(&self) -> u64 {
+        self.kept_tokens
+    }
+
+    /// Returns the usage that the engines reported; `None` without a report.
+    pub(super) fn usage(&self) -> Option<Usage> {
+        self.usage
+    }
+
+    /// Whether nothing but the end of the stream is missing.
+    pub(in crate::proxy) fn is_complete(&self) -> bool {
+        self.is_complete
+    }
+}

@@ -1,0 +1,210 @@
+//! A stream that goes on at another engine after its own has failed.
+
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::{BodyKind, ResponseBody};
+use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak};
+use crate::proxy::record::metrics::RequestOutcome;
+use crate::proxy::response::answer_source::AnswerSource;
+use crate::proxy::response::continuation::{
+    ContinuedAnswer, Continuer, FailedAttempt, Obstacle, PendingContinuation, RelayedAnswer, Seam,
+};
+use crate::proxy::response::engine_error::end_of_error;
+use crate::proxy::response::response_chunk::{AnswerPiece, ResponseBodyError};
+use crate::routing::AttemptEnd;
+
+/// What is needed to go on with a stream at another engine.
+pub(in crate::proxy) struct Continuation {
+    pub(super) relayed: RelayedAnswer,
+    continuer: Box<dyn Continuer>,
+    /// Longest pause after which the stream goes on elsewhere; `None` for that of all responses.
+    pub(super) stall: Option<Duration>,
+    /// Seam behind the last engine that failed; `None` before the first failure.
+    pub(super) seam: Option<Seam>,
+    /// The request that continues the stream, and why it was sent; `None` while an engine responds.
+    pending: Option<(PendingContinuation, ResponseBodyError)>,
+}
+
+impl Continuation {
+    pub(in crate::proxy) fn new(
+        continuer: Box<dyn Continuer>,
+        tokens_max: u32,
+        stall: Option<Duration>,
+    ) -> Self {
+        Self {
+            relayed: RelayedAnswer::new(tokens_max),
+            continuer,
+            stall,
+            seam: None,
+            pending: None,
+        }
+    }
+}
+
+/// Result of a failure of the engine.
+pub(super) enum AfterFailure {
+    /// The stream goes on: another engine was asked, or its engine may still answer.
+    GoesOn,
+    /// The client gets this piece.
+    Piece(AnswerPiece),
+}
+
+impl ResponseBody {
+    /// Goes on with the stream elsewhere after a failure of its engine, or ends it.
+    pub(super) fn after_failure(&mut self, why: ResponseBodyError) -> AfterFailure {
+        self.blame(&why);
+        let Some(continuation) = self.continuation.as_mut() else {
+            return AfterFailure::Piece(self.break_off(why, None));
+        };
+        if matches!(why, ResponseBodyError::NotContinued) {
+            return AfterFailure::Piece(self.give_up(why, &Obstacle::NotContinued));
+        }
+        if continuation.relayed.is_complete() {
+            self.count_break(&why, BreakResult::COMPLETED);
+            return AfterFailure::Piece(Ok(self.complete()));
+        }
+        match self.ask_another(&why) {
+            Ok(pending) => {
+                if let Some(continuation) = &mut self.continuation {
+                    continuation.pending = Some((pending, why));
+                }
+                AfterFailure::GoesOn
+            }
+            Err(obstacle) => self.without_another(why, &obstacle),
+        }
+    }
+
+    /// Returns the request that continues the stream at another engine.
+    fn ask_another(&mut self, why: &ResponseBodyError) -> Result<PendingContinuation, Obstacle> {
+        let BodyKind::Events { events, .. } = &mut self.content else {
+            return Err(Obstacle::OtherOutput);
+        };
+        if events.is_within_event() {
+            return Err(Obstacle::IncompleteEvent);
+        }
+        let continuation = self.continuation.as_mut().ok_or(Obstacle::NoAttempts)?;
+        let body = continuation.continuer.body(&continuation.relayed)?;
+        let metrics = &mut self.accounting.request_metrics;
+        if metrics.as_mut().is_some_and(|metrics| !metrics.may_retry()) {
+            return Err(Obstacle::NoAttempts);
+        }
+        let attempt = self.accounting.take_attempt();
+        let attempt = attempt.ok_or(Obstacle::NoAttempts)?;
+        let end = match self.accounting.error() {
+            Some(status) if !self.accounting.has_output() => {
+                end_of_error(&self.source.proxy, status)
+            }
+            _ => AttemptEnd::Broken,
+        };
+        tracing::debug!(error = %why, "a stream goes on at another backend");
+        let failed = FailedAttempt {
+            attempt,
+            slot: self.source.slot,
+            end,
+        };
+        let relayed = &continuation.relayed;
+        Ok(continuation.continuer.go_on(failed, body, relayed))
+    }
+
+    /// Handles a failure after which no other backend can be asked.
+    fn without_another(&mut self, why: ResponseBodyError, obstacle: &Obstacle) -> AfterFailure {
+        let stall = self.continuation.as_mut().and_then(|it| it.stall.take());
+        if let (ResponseBodyError::Silent, Some(stall)) = (&why, stall)
+            && stall < self.answer_idle
+        {
+            // Only a stream that can go on elsewhere must not pause for so long.
+            self.idle_timeout.restart(self.answer_idle - stall);
+            return AfterFailure::GoesOn;
+        }
+        AfterFailure::Piece(self.give_up(why, obstacle))
+    }
+
+    /// Ends a stream that goes on nowhere. An error that its engine reported passes, as if it had
+    /// not been held back.
+    fn give_up(&mut self, why: ResponseBodyError, obstacle: &Obstacle) -> AnswerPiece {
+        self.count_break(&why, BreakResult::from(obstacle));
+        if let (ResponseBodyError::Reported, BodyKind::Events { events, .. }) =
+            (&why, &mut self.content)
+        {
+            events.hold_errors(false);
+            self.continuation = None;
+            let error = events.take_error().unwrap_or_default();
+            let accounting = &mut self.accounting;
+            let passed = events.push(error, &mut |findings| accounting.note_event(findings));
+            return Ok(passed.unwrap_or_default());
+        }
+        self.break_off(why, Some(obstacle))
+    }
+
+    /// Ends a stream that lacks nothing but its end.
+    fn complete(&mut self) -> Bytes {
+        self.is_over = true;
+        self.continuation = None;
+        let (end, outcome) = (AttemptEnd::Finished, RequestOutcome::Finished);
+        self.accounting.end(end, outcome);
+        let BodyKind::Events { events, .. } = &mut self.content else {
+            return Bytes::new();
+        };
+        drop((events.take_error(), events.abandon()));
+        let waiting = events.take_waiting().unwrap_or_default();
+        [&waiting, b"data: [DONE]\n\n".as_slice()].concat().into()
+    }
+
+    /// Waits for the engine that continues the stream, if one was asked. Returns a piece if none
+    /// does.
+    pub(super) fn poll_continuation(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
+        let Some(continuation) = &mut self.continuation else {
+            return Poll::Ready(None);
+        };
+        let Some((pending, _)) = &mut continuation.pending else {
+            return Poll::Ready(None);
+        };
+        let asked = ready!(pending.as_mut().poll(cx));
+        let Some((_, why)) = continuation.pending.take() else {
+            return Poll::Ready(None);
+        };
+        match asked {
+            Ok(continued) => {
+                self.count_break(&why, BreakResult::CONTINUED);
+                self.continue_with(continued);
+                Poll::Ready(None)
+            }
+            Err(obstacle) => Poll::Ready(Some(self.give_up(why, &obstacle))),
+        }
+    }
+
+    fn continue_with(&mut self, continued: ContinuedAnswer) {
+        let ContinuedAnswer {
+            body,
+            attempt,
+            slot,
+            watched,
+        } = continued;
+        if let Some(continuation) = &mut self.continuation {
+            let is_chat = continuation.continuer.is_chat();
+            continuation.seam = Some(Seam::behind(&continuation.relayed, is_chat));
+        }
+        if let BodyKind::Events { events, .. } = &mut self.content {
+            drop((events.take_error(), events.take_waiting(), events.abandon()));
+        }
+        self.engine = AnswerSource::Engine(body);
+        self.accounting.continues(attempt);
+        self.source.slot = slot;
+        self.source.watched = Some(watched);
+        self.idle_timeout.restart(self.pause_max());
+    }
+
+    fn count_break(&self, why: &ResponseBodyError, result: BreakResult) {
+        let cause = match why {
+            ResponseBodyError::Reported => StreamBreak::Error,
+            ResponseBodyError::Silent => StreamBreak::Stalled,
+            _ => StreamBreak::Broke,
+        };
+        let labels = BreakLabels { cause, result };
+        let counted = &self.source.proxy.metrics.streams_broken;
+        counted.get_or_create(&labels).inc();
+    }
+}
