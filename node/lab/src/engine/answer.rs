@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::driver::{LatestProgress, RequestGuard};
 use super::model::Finish;
-use super::text::words;
+use super::output::Output;
 
 /// Completion endpoint that a response belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,8 +35,8 @@ pub(super) struct AnswerHeader {
     pub created_s: u64,
     /// Served model name.
     pub model: String,
-    /// Seed of the output words.
-    pub output_seed: u64,
+    /// Output that follows the prompt.
+    pub output: Output,
     /// Number of prompt tokens.
     pub prompt_tokens: u32,
 }
@@ -54,7 +54,7 @@ impl CompletionKind {
     /// Returns the unary response with all the output up to `end`.
     #[must_use]
     pub(super) fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
-        let text = words(header.output_seed, 0, end.output_tokens);
+        let text = header.output.text(0, end.output_tokens);
         let finish_reason = end.finish.map(reason);
         let usage = header.usage(end, true);
         match self {
@@ -218,7 +218,7 @@ impl AnswerWriter for CompletionEvents {
                 ",\"prompt_token_ids\":null,\"prompt_text\":null",
             );
         }
-        let text = words(self.heading.output_seed, self.sent, latest.output_tokens);
+        let text = self.heading.output.text(self.sent, latest.output_tokens);
         out.push_str(&self.opening);
         // Words are lower-case letters and spaces, so they need no escaping.
         let _ = match self.kind {

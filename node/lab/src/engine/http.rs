@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use api::prompt::{ParsedBody, ReplyShape};
+use api::prompt::ParsedBody;
 use axum::body::Body;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, Path, State};
@@ -32,20 +32,19 @@ use super::answer::{
 use super::driver::{LatestProgress, RequestGuard, unix_time};
 use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
 use super::events::{Publisher, REPLAY_MESSAGES, TOPIC};
-use super::extras::check_extras;
+use super::extras::{Extras, tokenize_ending};
 use super::metrics::EngineMetricsPage;
 use super::model::{ComputeJob, EngineShape, Finish};
 use super::named::{NamedDialect, NamedEvents};
+use super::output::Output;
 use super::ranks::Ranks;
 use super::rejection::{RequestRejection, read};
 use super::rooms::{EngineRooms, RoomMode};
-use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
+use super::text::{ChatEnding, Sequence, detokenize, sequence_bytes, token_count, token_ids};
 use super::transfer::{Connector, TRANSFER_PATH, TransferParams};
 
 /// Maximum length of a request body, as in vLLM.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// Maximum number of output tokens if the client sets none.
-const DEFAULT_MAX_TOKENS: u32 = 16;
 /// Maximum length of an `x-request-id` that becomes part of the response's id.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
@@ -109,6 +108,15 @@ impl GenerateEndpoint {
         }
     }
 
+    /// Returns how the prompt of a request ends.
+    fn ending(self, extras: &Extras, body: &[u8]) -> Result<ChatEnding, RequestRejection> {
+        match self {
+            Self::Completion(CompletionKind::Text) => Ok(ChatEnding::Nothing),
+            Self::Completion(CompletionKind::Chat) => extras.chat_ending(body),
+            Self::Named(_) => Ok(ChatEnding::Heading),
+        }
+    }
+
     fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
         match self {
             Self::Completion(kind) => kind.whole(header, end),
@@ -136,13 +144,6 @@ impl GenerateEndpoint {
             Self::Named(dialect) => NamedEvents::new(header, dialect).write(end),
         })
     }
-}
-
-/// Body of `/tokenize`. If it has `messages`, the prompt is a chat.
-#[derive(Debug, serde::Deserialize)]
-struct Tokenize {
-    messages: Option<Value>,
-    add_generation_prompt: Option<bool>,
 }
 
 #[derive(Debug, serde::Deserialize)]
@@ -226,32 +227,34 @@ impl EngineServer {
         let body = body?;
         let parsed = parse(endpoint.path(), &body)?;
         let adapter = surface.adapter_of(&parsed.model)?;
-        let (wanted, transfer) = check_extras(&body)?;
+        let extras = Extras::read(&body)?;
         let rank = surface.ranks.asked(&headers)?;
         let salt = parsed.cache_salt.unwrap_or_default();
-        let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
+        let mut bytes = sequence_bytes(parsed.prompt, endpoint.ending(&extras, &body)?);
+        let output = Output::after(&mut bytes, surface.seed);
         let prompt_tokens = token_count(bytes.len());
-        let max_tokens = wanted.unwrap_or(DEFAULT_MAX_TOKENS);
+        let wanted = extras.max_tokens;
+        let max_tokens = wanted.unwrap_or_else(|| output.words_to_stop());
         surface.check_length(prompt_tokens, max_tokens)?;
-        let sequence = surface.sequence(&bytes, (adapter.as_deref().unwrap_or(""), &salt));
+        let scope = (adapter.as_deref().unwrap_or(""), &*salt);
+        let sequence = surface.sequence(&bytes, scope).with_output(output);
         let heading = AnswerHeader {
             id: surface.request_id(&headers, endpoint.id_prefix()),
             created_s: unix_time().as_secs(),
             model: parsed.model,
-            output_seed: sequence.output_seed(),
+            output,
             prompt_tokens,
         };
-        let ending = if wanted.is_some() {
-            Finish::Length
-        } else {
-            Finish::Stop
+        let ending = match wanted {
+            Some(_) => Finish::Length,
+            None => Finish::Stop,
         };
         let mut job = ComputeJob {
             sequence,
             max_tokens,
             ending,
             adapter,
-            is_fetched: surface.fetch(&transfer, prompt_tokens).await?,
+            is_fetched: surface.fetch(&extras.transfer, prompt_tokens).await?,
         };
         let include = parsed.include_usage.unwrap_or(false);
         let usage = UsageOptions {
@@ -277,7 +280,11 @@ impl EngineServer {
         }
         let end = ticket.finished().await;
         let mut answer = endpoint.whole(&heading, end);
-        if let Some(connector) = surface.connector.as_ref().filter(|_| transfer.keeps()) {
+        if let Some(connector) = surface
+            .connector
+            .as_ref()
+            .filter(|_| extras.transfer.keeps())
+        {
             let blocks = prompt_tokens.div_ceil(surface.shape.block_size);
             answer["kv_transfer_params"] = connector.keep(blocks);
         }
@@ -327,7 +334,7 @@ impl EngineServer {
         let salt = parsed.cache_salt.unwrap_or_default();
         let mut jobs = Vec::with_capacity(prompts.len());
         for prompt in prompts {
-            let bytes = sequence_bytes(prompt, false);
+            let bytes = sequence_bytes(prompt, ChatEnding::Nothing);
             surface.check_length(token_count(bytes.len()), 0)?;
             let sequence = surface.sequence(&bytes, (adapter.as_deref().unwrap_or(""), &salt));
             jobs.push(ComputeJob {
@@ -339,7 +346,8 @@ impl EngineServer {
             });
         }
         let submitted = jobs.into_iter().map(|job| {
-            let (output_seed, tokens) = (job.sequence.output_seed(), job.sequence.prompt_tokens());
+            let sequence = &job.sequence;
+            let (output_seed, tokens) = (sequence.output().seed(), sequence.prompt_tokens());
             (output_seed, tokens, rank.submit(job))
         });
         let submitted: Vec<_> = submitted.collect();
@@ -366,7 +374,7 @@ impl EngineServer {
     ) -> Result<Json<Value>, RequestRejection> {
         let parsed = parse(MESSAGES, &body?)?;
         surface.adapter_of(&parsed.model)?;
-        let tokens = token_count(sequence_bytes(parsed.prompt, true).len());
+        let tokens = token_count(sequence_bytes(parsed.prompt, ChatEnding::Heading).len());
         Ok(Json(json!({ "input_tokens": tokens })))
     }
 
@@ -426,10 +434,9 @@ impl EngineServer {
     ) -> Result<Json<Value>, RequestRejection> {
         let body = body?;
         let rank = surface.ranks.asked(&headers)?;
-        let asked: Tokenize = read(&body, None)?;
-        let parsed = parse(if asked.messages.is_some() { CHAT } else { TEXT }, &body)?;
+        let parsed = parse(TOKENIZE, &body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
-        let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
+        let bytes = sequence_bytes(parsed.prompt, tokenize_ending(&body)?);
         let adapter = surface.adapter_of(&parsed.model).ok().flatten();
         let adapter = adapter.as_deref().unwrap_or("");
         let sequence = surface.sequence(&bytes, (adapter, &salt));
@@ -471,9 +478,7 @@ impl EngineServer {
         let body = body?;
         let parsed = parse(TOKENIZE, &body)?;
         surface.adapter_of(&parsed.model)?;
-        let asked: Tokenize = read(&body, None)?;
-        let is_chat = asked.messages.is_some() && asked.add_generation_prompt.unwrap_or(true);
-        let tokens = token_ids(&sequence_bytes(parsed.prompt, is_chat));
+        let tokens = token_ids(&sequence_bytes(parsed.prompt, tokenize_ending(&body)?));
         Ok(Json(json!({
             "count": tokens.len(),
             "max_model_len": surface.ranks.first().tokens_max(),

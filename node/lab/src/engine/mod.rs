@@ -4,7 +4,7 @@
 //! It serves to try, test and measure a cluster without a GPU. What determines prefix hits follows
 //! vLLM v1: chained block hashes, reference counts, eviction order, queueing and preemption
 //! ([`cache`], [`model`]). The computation is replaced by its duration, the tokenizer by pieces of
-//! four bytes, and the output by random words ([`text`]).
+//! four bytes ([`text`]), and the output by random words ([`output`]).
 //!
 //! The engine can publish changes of its cache like vLLM ([`events`]). `quorate engine` runs one
 //! engine; several can run in one process ([`fleet`]).
@@ -12,6 +12,8 @@
 mod answer;
 mod args;
 pub mod cache;
+#[cfg(test)]
+mod continuation_tests;
 mod driver;
 mod embeddings;
 pub mod events;
@@ -22,6 +24,7 @@ mod lora;
 mod metrics;
 pub mod model;
 mod named;
+pub mod output;
 mod ranks;
 mod rejection;
 #[cfg(test)]

@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 use super::answer::{AnswerHeader, AnswerWriter};
 use super::driver::LatestProgress;
 use super::model::Finish;
-use super::text::words;
 
 /// API dialect whose streams consist of named server-sent events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +67,7 @@ impl NamedDialect {
     fn closing(self, header: &AnswerHeader, end: LatestProgress) -> Vec<Value> {
         match self {
             Self::Responses => {
-                let text = words(header.output_seed, 0, end.output_tokens);
+                let text = header.output.text(0, end.output_tokens);
                 let (id, item) = (item_id(header), output_item(header, &text, "completed"));
                 vec![
                     json!({
@@ -120,7 +119,7 @@ fn response(header: &AnswerHeader, latest: LatestProgress, status: &str) -> Valu
     let is_cut = latest.finish == Some(Finish::Length);
     let output = match latest.finish {
         Some(_) => {
-            let text = words(header.output_seed, 0, latest.output_tokens);
+            let text = header.output.text(0, latest.output_tokens);
             json!([output_item(header, &text, "completed")])
         }
         None => json!([]),
@@ -161,7 +160,7 @@ fn part(text: &str) -> Value {
 }
 
 fn message(header: &AnswerHeader, latest: LatestProgress) -> Value {
-    let text = words(header.output_seed, 0, latest.output_tokens);
+    let text = header.output.text(0, latest.output_tokens);
     let content = match latest.finish {
         Some(_) => json!([{ "type": "text", "text": text }]),
         None => json!([]),
@@ -231,7 +230,7 @@ impl AnswerWriter for NamedEvents {
             let opening = self.dialect.opening(&self.header, latest);
             self.write_all(opening, &mut out);
         }
-        let text = words(self.header.output_seed, self.sent, latest.output_tokens);
+        let text = self.header.output.text(self.sent, latest.output_tokens);
         self.dialect
             .write_words(&self.header, self.number, &text, &mut out);
         self.number += 1;

@@ -24,14 +24,14 @@ async fn engine(speed: f64) -> EngineHandle {
     .unwrap()
 }
 
-async fn connect(engine: &EngineHandle) -> SendRequest<Full<Bytes>> {
+pub(super) async fn connect(engine: &EngineHandle) -> SendRequest<Full<Bytes>> {
     let socket = TcpStream::connect(engine.addr()).await.unwrap();
     let (sender, connection) = handshake(TokioIo::new(socket)).await.unwrap();
     tokio::spawn(connection);
     sender
 }
 
-async fn send(
+pub(super) async fn send(
     sender: &mut SendRequest<Full<Bytes>>,
     method: &str,
     path: &str,
@@ -74,7 +74,7 @@ fn chat(messages: &Value, max_tokens: u32) -> Value {
 }
 
 /// Returns the JSON of a stream's events, after checking that the stream ends with `[DONE]`.
-async fn events(response: Response<Incoming>) -> Vec<Value> {
+pub(super) async fn events(response: Response<Incoming>) -> Vec<Value> {
     assert_eq!(
         response.headers()["content-type"],
         "text/event-stream; charset=utf-8"

@@ -1,9 +1,8 @@
-//! The emulated tokenizer and the emulated model's words.
+//! The emulated tokenizer, and the sequences of tokens that an engine computes.
 //!
 //! One token is four bytes of the flattened prompt, so a block of 32 tokens is the 128 bytes that a
-//! router with the `character` tokenizer hashes. The output is made of four-byte words, one per
-//! token, drawn from `(engine seed, prompt, position)`: an engine gives equal prompts equal
-//! outputs.
+//! router with the `character` tokenizer hashes. The output consists of four-byte words
+//! ([`super::output`]).
 //!
 //! A sequence is the bytes of prompt and output. If the prompt's length is not a multiple of four,
 //! its last bytes count as a whole token, but the output follows without padding. A block is full
@@ -14,6 +13,8 @@ use std::sync::OnceLock;
 
 use api::prompt::Prompt;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use super::output::Output;
 
 /// Number of bytes per token.
 pub const TOKEN_BYTES: usize = 4;
@@ -29,8 +30,7 @@ pub struct Sequence {
     hashes: Vec<EngineHash>,
     /// Bytes after the last full block.
     tail: Vec<u8>,
-    /// Seed of the output.
-    output_seed: u64,
+    output: Output,
     prompt_tokens: u32,
     output_tokens: u32,
     /// Contents of the full blocks, if the sequence remembers them.
@@ -80,7 +80,7 @@ impl Sequence {
             root,
             hashes: Vec::with_capacity(prompt.len() / (block_tokens as usize * TOKEN_BYTES) + 1),
             tail: Vec::new(),
-            output_seed: xxh3_64_with_seed(prompt, seed),
+            output: Output::of(prompt, seed),
             prompt_tokens: token_count(prompt.len()),
             output_tokens: 0,
             remembered: None,
@@ -105,6 +105,13 @@ impl Sequence {
             adapter: adapter.to_owned(),
         });
         sequence
+    }
+
+    /// Replaces the output by `output`, which goes on with words at the end of the prompt.
+    #[must_use]
+    pub fn with_output(mut self, output: Output) -> Self {
+        self.output = output;
+        self
     }
 
     /// Returns the contents of full blocks; `None` if the sequence does not remember them.
@@ -147,15 +154,15 @@ impl Sequence {
         self.prompt_tokens + self.output_tokens
     }
 
-    /// Returns the seed of this sequence's [`word`]s.
+    /// Returns the output that follows the prompt.
     #[must_use]
-    pub fn output_seed(&self) -> u64 {
-        self.output_seed
+    pub fn output(&self) -> Output {
+        self.output
     }
 
     /// Appends the next output token.
     pub fn push_token(&mut self) {
-        let next = word(self.output_seed, self.output_tokens);
+        let next = self.output.word(self.output_tokens);
         self.extend(&next);
         self.output_tokens += 1;
     }
@@ -194,32 +201,31 @@ pub fn token_count(bytes: usize) -> u32 {
     u32::try_from(bytes.div_ceil(TOKEN_BYTES)).unwrap_or(u32::MAX)
 }
 
-/// Returns the output word at `position`: three letters and a space.
-#[must_use]
-pub fn word(output_seed: u64, position: u32) -> [u8; TOKEN_BYTES] {
-    let draw = xxh3_64_with_seed(&position.to_le_bytes(), output_seed);
-    let letter = |shift: u32| b'a' + u8::try_from((draw >> shift) % 26).expect("less than 26");
-    [letter(0), letter(16), letter(32), b' ']
-}
-
-/// Returns the output words at the positions `from..to` as text.
-#[must_use]
-pub fn words(output_seed: u64, from: u32, to: u32) -> String {
-    (from..to)
-        .flat_map(|position| word(output_seed, position))
-        .map(char::from)
-        .collect()
+/// What follows the last message of a chat in the prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChatEnding {
+    /// Nothing: the prompt is no chat, or no reply is to begin.
+    Nothing,
+    /// The heading of the assistant's reply (the generation prompt of a chat template).
+    Heading,
+    /// The rest of the last message, an assistant's, which ends with its content.
+    Open,
 }
 
 /// Returns a parsed prompt as the bytes of a sequence. Token ids become four little-endian bytes
-/// each. The text of a chat gets the assistant's heading appended (the generation prompt of a chat
-/// template), so that the next turn repeats prompt and output byte for byte.
+/// each. The text of a chat ends so that the next turn repeats prompt and output byte for byte.
 #[must_use]
-pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
+pub fn sequence_bytes(prompt: Prompt, ending: ChatEnding) -> Vec<u8> {
     match prompt {
         Prompt::Text(mut text) => {
-            if is_chat {
-                text.extend_from_slice(reply_heading());
+            let frame = ReplyFrame::get();
+            match ending {
+                ChatEnding::Nothing => {}
+                ChatEnding::Heading => text.extend_from_slice(&frame.heading),
+                ChatEnding::Open => {
+                    let closed = text.strip_suffix(&*frame.closing).map(<[u8]>::len);
+                    text.truncate(closed.unwrap_or(text.len()));
+                }
             }
             text
         }
@@ -227,17 +233,27 @@ pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
     }
 }
 
-/// Returns the text that precedes an assistant's reply in a flattened chat.
-fn reply_heading() -> &'static [u8] {
-    static HEADING: OnceLock<Vec<u8>> = OnceLock::new();
-    HEADING.get_or_init(|| {
-        let (mut one, mut other) = (Vec::new(), Vec::new());
-        api::prompt::append_reply(&mut one, "a");
-        api::prompt::append_reply(&mut other, "b");
-        let common = one.iter().zip(&other).take_while(|(a, b)| a == b).count();
-        one.truncate(common);
-        one
-    })
+/// Text around an assistant's reply in a flattened chat.
+#[derive(Debug)]
+struct ReplyFrame {
+    heading: Vec<u8>,
+    closing: Vec<u8>,
+}
+
+impl ReplyFrame {
+    fn get() -> &'static Self {
+        static FRAME: OnceLock<ReplyFrame> = OnceLock::new();
+        FRAME.get_or_init(|| {
+            let (mut one, mut other) = (Vec::new(), Vec::new());
+            api::prompt::append_reply(&mut one, "a");
+            api::prompt::append_reply(&mut other, "b");
+            let common = one.iter().zip(&other).take_while(|(a, b)| a == b).count();
+            Self {
+                heading: one[..common].to_vec(),
+                closing: one[common + 1..].to_vec(),
+            }
+        })
+    }
 }
 
 /// Returns the token ids of `bytes`: four bytes each, as a little-endian number, the last padded
@@ -285,7 +301,7 @@ mod tests {
             let mut bytes = prompt.clone();
             for position in 0..40 {
                 sequence.push_token();
-                bytes.extend(word(sequence.output_seed(), position));
+                bytes.extend(sequence.output().word(position));
                 assert_eq!(
                     sequence.hashes(),
                     reference(&bytes, 16),
@@ -301,16 +317,19 @@ mod tests {
         let one = Sequence::new(&[1; 64], "a", 4, 0);
         let other = Sequence::new(&[1; 64], "b", 4, 0);
         assert_ne!(one.hashes()[0], other.hashes()[0]);
-        assert_eq!(one.output_seed(), other.output_seed());
+        assert_eq!(one.output(), other.output());
     }
 
     #[test]
     fn chat_history_repeats_the_answer_byte_for_byte() {
         let mut turn = b"<|user|>\nhello there\n".to_vec();
-        let before = sequence_bytes(Prompt::Text(turn.clone()), true);
-        let answer = words(5, 0, 9);
+        let before = sequence_bytes(Prompt::Text(turn.clone()), ChatEnding::Heading);
+        let answer = Output::of(&before, 0).text(0, 9);
         api::prompt::append_reply(&mut turn, &answer);
-        assert!(turn.starts_with(&[before.as_slice(), answer.as_bytes()].concat()));
+        let answered = [before.as_slice(), answer.as_bytes()].concat();
+        assert!(turn.starts_with(&answered));
+        let open = sequence_bytes(Prompt::Text(turn), ChatEnding::Open);
+        assert_eq!(open, answered);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Texts of prompts, determined by a seed and ids.
 
-use crate::engine::text::{token_count, words};
+use crate::engine::output::words;
+use crate::engine::text::token_count;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A prompt as a list of text blocks, whose text is generated only when it is sent.

@@ -35,7 +35,7 @@ use super::engine::ProbedFigures;
 use super::events::Micros;
 use super::literal_policies::{ReferenceCandidate, ReferencePolicy, ReferenceRouter};
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
-use crate::engine::text::{TOKEN_BYTES, words};
+use crate::engine::text::TOKEN_BYTES;
 
 /// Header with the session of a request, for policies that use it.
 const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
@@ -418,7 +418,7 @@ impl SimReplica {
     ) {
         let now = self.clock.at(told.at);
         if flight.has_first_token {
-            let answer = words(prompt.sequence.output_seed(), 0, told.output);
+            let answer = prompt.sequence.output().text(0, told.output);
             flight.attempt.output(&answer, now);
             flight.attempt.usage(usage(prompt, told), now);
         }

@@ -6,7 +6,6 @@ use std::sync::LazyLock;
 
 use super::*;
 use crate::agents::{AgentTree, BURST_MAX};
-use crate::engine::text::words;
 use crate::replay::trace::LengthScale;
 
 /// A load that is large enough for its statistics, generated once for all tests.
@@ -191,7 +190,7 @@ fn agents_repeat_from_a_seed() {
         let turns = turns.map(|turn| {
             (
                 turn.pause,
-                turn.prompt.sequence.output_seed(),
+                turn.prompt.sequence.output().seed(),
                 turn.output_tokens,
             )
         });
@@ -234,7 +233,7 @@ fn another_scale_changes_only_lengths() {
     );
     let answer = |workload: &SimWorkload| {
         let turn = &workload.turns[0];
-        words(turn.prompt.sequence.output_seed(), 0, turn.output_tokens)
+        turn.prompt.sequence.output().text(0, turn.output_tokens)
     };
     assert_ne!(answer(&small), answer(&large));
 }

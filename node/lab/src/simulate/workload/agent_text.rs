@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{SimPrompt, SimTurn};
 use crate::agents::{AgentTree, PROGRAMS, SUMMARY, TurnDraft, WINDOW};
-use crate::engine::text::{TOKEN_BYTES, token_count, words};
+use crate::engine::text::{TOKEN_BYTES, token_count};
 use crate::replay::text::passage;
 use crate::replay::trace::LengthScale;
 
@@ -118,7 +118,7 @@ impl ChainWriter<'_> {
         let output_tokens = scale.apply(draft.output_tokens);
         if self.texts.is_sent(&draft) {
             let prompt = Arc::new(SimPrompt::new(&self.text));
-            let answer = words(prompt.sequence.output_seed(), 0, output_tokens);
+            let answer = prompt.sequence.output().text(0, output_tokens);
             self.text.extend_from_slice(answer.as_bytes());
             turns.push(SimTurn {
                 session: chain,
