@@ -1,5 +1,7 @@
 //! Streams whose engine fails in the middle, and that another engine continues.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use api::proxy::{RequestOutcome, StreamResume};
@@ -171,27 +173,30 @@ async fn a_completion_goes_on_behind_its_prompt() {
 #[tokio::test]
 async fn a_stream_without_output_begins_again_and_is_charged_once() {
     for before in [vec![], vec![stream_head(), chunk(ROLE)]] {
-        let broken: Vec<Step> = before.into_iter().chain([Step::Close]).collect();
-        let broken = Engine::always(broken).await;
-        let steps = vec![
-            stream_head(),
-            chunk(&delta("a", 1)),
-            chunk(DONE),
-            last_chunk(),
+        let asked = Arc::new(AtomicUsize::new(0));
+        let script = move |_: &str| match asked.fetch_add(1, Ordering::SeqCst) {
+            0 => before.iter().cloned().chain([Step::Close]).collect(),
+            _ => vec![
+                stream_head(),
+                chunk(&delta("a", 1)),
+                chunk(DONE),
+                last_chunk(),
+            ],
+        };
+        let engines = [
+            Engine::answering(script.clone()).await,
+            Engine::answering(script).await,
         ];
-        let alive = Engine::always(steps).await;
-        let fleet = Fleet::start(&[&broken, &alive]).await;
-        for _ in 0..2 {
-            let answer = fleet.client().await.ask(chat(STREAM)).await;
-            assert_eq!((answer.status, text(&answer)), (200, "a".to_owned()));
-        }
+        let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
+        let answer = fleet.client().await.ask(chat(STREAM)).await;
+        assert_eq!((answer.status, text(&answer)), (200, "a".to_owned()));
         fleet.is_idle().await;
-        assert!(!broken.requests().is_empty());
-        assert_eq!(fleet.count(RequestOutcome::Finished, 200), 2);
+        let requests = engines.each_ref().map(|engine| engine.requests().len());
+        assert_eq!(requests, [1, 1]);
+        assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
         let charge = fleet.charged().await;
         let input = charge.input_uncached + charge.input_cached;
-        assert_eq!(charge.output, 2);
-        assert!(input < 3 * 7, "two prompts of 7 tokens cost {input}");
+        assert_eq!((input, charge.output), (7, 1));
     }
 }
 
@@ -379,4 +384,42 @@ async fn streams_are_not_continued_if_that_is_off() {
     assert_eq!(last_error(&answer)["code"], "backend_broke");
     eventually("one engine was asked", || requests(&engines).len() == 1).await;
     fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn all_streams_of_an_engine_that_is_gone_go_on() {
+    const STREAMS: usize = 12;
+    let script = |request: &str| match is_continued(request) {
+        true => vec![
+            stream_head(),
+            chunk(&next_delta("b", 8, 1)),
+            chunk(DONE),
+            last_chunk(),
+        ],
+        false => vec![stream_head(), chunk(&delta("a", 1)), Step::Hang],
+    };
+    let gone = Engine::answering(script).await;
+    let alive = Engine::answering(script).await;
+    let fleet = Fleet::start(&[&gone, &alive]).await;
+    let mut clients = Vec::new();
+    for number in 0..2 * STREAMS {
+        let mut client = fleet.client().await;
+        client
+            .send(chat(&format!("{STREAM},\"seed\":{number}")))
+            .await;
+        client.read_until("\"a\"").await;
+        clients.push(client);
+    }
+    let moved = gone.requests().len();
+    assert!(moved > STREAMS / 2, "{moved} of {STREAMS} streams");
+    gone.kill();
+    eventually("the streams go on", || {
+        alive
+            .requests()
+            .iter()
+            .filter(|it| is_continued(it))
+            .count()
+            == moved
+    })
+    .await;
 }

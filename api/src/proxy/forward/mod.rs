@@ -195,7 +195,8 @@ async fn respond(
         if !may_retry(proxy, proxied, &failure) || is_last || sent.is_final {
             return Err(Unanswered::Failed(failure));
         }
-        if !failure.is_unreachable() && !metrics.may_retry() {
+        let is_gone = failure.is_unreachable() || failure.may_have_begun();
+        if !is_gone && !metrics.may_retry() {
             proxy.metrics.retries_refused.inc();
             return Err(Unanswered::Failed(failure));
         }

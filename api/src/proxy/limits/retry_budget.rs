@@ -2,7 +2,8 @@
 //!
 //! If every engine refuses, retries triple the load on engines that are overloaded already. As in
 //! Envoy, concurrent retries are limited to a share of the requests in flight, and at least a
-//! minimum. A failed connection attempt is no load and consumes no budget.
+//! minimum. A failed connection attempt is no load and consumes no budget. Neither does
+//! a stream whose engine is gone: its load was that engine's.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;

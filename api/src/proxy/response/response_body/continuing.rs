@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::{BodyKind, ResponseBody};
 use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak};
-use crate::proxy::record::metrics::RequestOutcome;
+use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
 use crate::proxy::response::answer_source::AnswerSource;
 use crate::proxy::response::continuation::{
     ContinuedAnswer, Continuer, FailedAttempt, Obstacle, PendingContinuation, RelayedAnswer, Seam,
@@ -87,8 +87,12 @@ impl ResponseBody {
         }
         let continuation = self.continuation.as_mut().ok_or(Obstacle::NoAttempts)?;
         let body = continuation.continuer.body(&continuation.relayed)?;
+        let is_alive = matches!(why, ResponseBodyError::Reported | ResponseBodyError::Silent);
         let metrics = &mut self.accounting.request_metrics;
-        if metrics.as_mut().is_some_and(|metrics| !metrics.may_retry()) {
+        let may_retry = |metrics: &mut RequestMetricsGuard| metrics.may_retry();
+        // An engine that is gone leaves its load to others, once. One that is not may refuse it
+        // again and again.
+        if is_alive && !metrics.as_mut().is_none_or(may_retry) {
             return Err(Obstacle::NoAttempts);
         }
         let attempt = self.accounting.take_attempt();
