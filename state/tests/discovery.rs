@@ -220,6 +220,7 @@ fn discovery_leaves_operators_backends_and_drains_alone() {
     let drain = |draining| Command::SetDraining {
         name: name.clone(),
         draining,
+        moves_streams: false,
     };
     follow(&mut driver, &ready(&["c", "d"]));
     driver.apply(1, drain(true));
@@ -394,7 +395,7 @@ proptest! {
                 DiscoveryEvent::Drain(engine, draining) => {
                     let name = id(engine);
                     if !witness.by_hand.contains_key(&name) {
-                        driver.apply(1, Command::SetDraining { name, draining });
+                        driver.apply(1, Command::SetDraining { name, draining, moves_streams: false,});
                     }
                 }
                 DiscoveryEvent::PutByHand(engine) => {

@@ -100,6 +100,7 @@ fn each_rank_is_a_backend_and_follows_its_engine() {
         Command::SetDraining {
             name: "a".to_owned(),
             draining: true,
+            moves_streams: false,
         },
     );
     let facts = EngineFacts {
@@ -141,6 +142,7 @@ fn a_rank_cannot_be_changed_by_itself() {
         Command::SetDraining {
             name: name(),
             draining,
+            moves_streams: false,
         },
         Command::PutBackend(spec("a@1", 1, None)),
     ] {

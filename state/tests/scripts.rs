@@ -55,6 +55,7 @@ fn command(state: &RouterState, words: &[&str]) -> Command {
             Command::SetDraining {
                 name: name(1),
                 draining,
+                moves_streams: false,
             }
         }
         "weight" => Command::configure_user(name(1), UserSettings::of_weight(number(words[2]))),

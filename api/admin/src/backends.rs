@@ -161,6 +161,8 @@ struct BackendCondition {
     name: &'static str,
     is_healthy: bool,
     is_draining: bool,
+    /// Whether its streams go on at other backends.
+    moves_streams: bool,
     detail: Option<String>,
 }
 
@@ -331,6 +333,7 @@ impl BackendContext {
                 },
                 is_healthy: record.is_healthy,
                 is_draining: backend.draining,
+                moves_streams: backend.moves_streams,
                 detail: record.detail,
             },
             id: spec.id,
@@ -496,25 +499,35 @@ pub(super) async fn remove(
     submit(&admin, Command::DeleteBackend { name }).await
 }
 
+/// Query parameters of draining.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct DrainQuery {
+    /// Whether the backend's streams go on at other backends, as far as they can.
+    move_streams: bool,
+}
+
 pub(super) async fn drain(
     State(admin): State<AdminState>,
     PathName(name): PathName,
+    QueryParams(query): QueryParams<DrainQuery>,
 ) -> Result<Written, Problem> {
-    set_draining(&admin, name, true).await
+    let command = Command::SetDraining {
+        name,
+        draining: true,
+        moves_streams: query.move_streams,
+    };
+    submit(&admin, command).await
 }
 
 pub(super) async fn undrain(
     State(admin): State<AdminState>,
     PathName(name): PathName,
 ) -> Result<Written, Problem> {
-    set_draining(&admin, name, false).await
-}
-
-async fn set_draining(
-    admin: &AdminState,
-    name: String,
-    draining: bool,
-) -> Result<Written, Problem> {
-    let command = Command::SetDraining { name, draining };
-    submit(admin, command).await
+    let command = Command::SetDraining {
+        name,
+        draining: false,
+        moves_streams: false,
+    };
+    submit(&admin, command).await
 }

@@ -32,7 +32,7 @@ mod response;
 mod settings;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use arc_swap::ArcSwap;
 use http::HeaderValue;
@@ -96,6 +96,8 @@ pub struct Proxy {
     held_bytes: Arc<AtomicU64>,
     /// Bytes of request bodies that are kept so that their streams can go on at another engine.
     kept_bytes: Arc<AtomicU64>,
+    /// Number of streams that move from backends that drain.
+    moving_streams: Arc<AtomicU32>,
     /// Tasks other than those of connections: h2 streams, their responses, and refused bodies.
     tasks: TaskTracker,
     clients: Arc<ClientTable>,
@@ -148,6 +150,7 @@ impl Proxy {
             replica,
             held_bytes: Arc::default(),
             kept_bytes: Arc::default(),
+            moving_streams: Arc::default(),
             tasks: TaskTracker::new(),
             clients: Arc::new(clients),
             users: Arc::new(users),

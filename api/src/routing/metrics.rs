@@ -133,12 +133,13 @@ impl ShareMetrics {
 }
 
 /// All ends of attempts, in the order of the counters in [`BackendMeter`].
-const ENDS: [AttemptEnd; 5] = [
+const ENDS: [AttemptEnd; 6] = [
     AttemptEnd::Finished,
     AttemptEnd::Broken,
     AttemptEnd::ClientLeft,
     AttemptEnd::NotRun,
     AttemptEnd::Failed,
+    AttemptEnd::Moved,
 ];
 
 /// Metrics of one backend, cached to avoid lookups.
@@ -149,7 +150,7 @@ pub(super) struct BackendMeter {
     predicted_tokens: [Counter; LearntFrom::ALL.len()],
     cached_tokens: Counter,
     totals: Arc<PrefixTotals>,
-    ended: [Counter; 5],
+    ended: [Counter; 6],
 }
 
 impl RoutingMetrics {
@@ -365,6 +366,7 @@ impl BackendMeter {
             AttemptEnd::ClientLeft => 2,
             AttemptEnd::NotRun => 3,
             AttemptEnd::Failed => 4,
+            AttemptEnd::Moved => 5,
         };
         self.ended[at].inc();
     }

@@ -298,6 +298,8 @@ pub enum AttemptEnd {
     NotRun,
     /// The engine accepted the request and failed before the first byte of its response.
     Failed,
+    /// Another backend goes on with the response, because this one drains.
+    Moved,
 }
 
 impl AttemptEnd {
@@ -310,6 +312,7 @@ impl AttemptEnd {
             Self::ClientLeft => "client-left",
             Self::NotRun => "not-run",
             Self::Failed => "failed",
+            Self::Moved => "moved",
         }
     }
 }

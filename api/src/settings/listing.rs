@@ -388,6 +388,7 @@ mod tests {
             },
             spec: spec("gpu-1", "http://a:1"),
             draining: false,
+            moves_streams: false,
             facts: state::command::EngineFacts::default(),
         }];
         let values = in_effect(&registry);

@@ -192,6 +192,7 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         Command::SetDraining {
             name: name(),
             draining: true,
+            moves_streams: false,
         },
         Command::configure_user("bob", UserSettings::of_weight(2000)),
         Command::PutRouting(RoutingSettings::default()),

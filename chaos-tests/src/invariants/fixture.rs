@@ -44,7 +44,11 @@ pub(crate) fn put(name: &str, port: u16) -> Command {
 /// Returns a command that starts or stops draining a backend.
 pub(crate) fn drain(name: &str, draining: bool) -> Command {
     let name = name.to_owned();
-    Command::SetDraining { name, draining }
+    Command::SetDraining {
+        name,
+        draining,
+        moves_streams: false,
+    }
 }
 
 /// Makes the backend `a` of an image follow its KV events, up to message `seq` of a publisher.

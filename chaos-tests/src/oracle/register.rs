@@ -200,7 +200,7 @@ impl Registers {
                     None => unknown(name),
                 };
             }
-            Command::SetDraining { name, draining } => {
+            Command::SetDraining { name, draining, .. } => {
                 let Some(register) = self.held.get_mut(&key) else {
                     return unknown(name);
                 };

@@ -63,6 +63,9 @@ enum BackendCommand {
         /// Wait until it has no requests; fail after this time
         #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
         wait: Option<Duration>,
+        /// Let other backends go on with its streams, as far as they can
+        #[arg(long)]
+        move_streams: bool,
         #[command(flatten)]
         write: WriteArgs,
     },
@@ -177,14 +180,21 @@ pub(super) async fn run(args: BackendArgs) -> anyhow::Result<ExitCode> {
         BackendCommand::Show { id, read } => return show(&id, read).await,
         BackendCommand::Add(args) => return add(args).await,
         BackendCommand::Set(args) => return set(args).await,
-        BackendCommand::Drain { id, wait, write } => (
+        BackendCommand::Drain {
             id,
-            "gets no new requests",
-            Method::POST,
-            "/drain",
-            write,
             wait,
-        ),
+            move_streams,
+            write,
+        } => {
+            let (done, action) = match move_streams {
+                true => (
+                    "gets no new requests, and others go on with its streams",
+                    "/drain?move_streams=true",
+                ),
+                false => ("gets no new requests", "/drain"),
+            };
+            (id, done, Method::POST, action, write, wait)
+        }
         BackendCommand::Undrain { id, write } => (
             id,
             "gets requests again",

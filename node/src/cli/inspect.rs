@@ -115,6 +115,7 @@ fn shown(state: &RouterState) -> Value {
             "url": backend.spec.url,
             "models": backend.spec.models,
             "is_draining": backend.draining,
+            "moves_streams": backend.moves_streams,
             "capacity_blocks": backend.capacity_blocks(),
             "owned_blocks": state.owned_blocks(backend.handle.slot),
             "limit": served.and_then(|served| served.limit),

@@ -35,6 +35,8 @@ pub struct Backend {
     pub spec: BackendSpec,
     /// Whether the backend accepts no new requests.
     pub draining: bool,
+    /// Whether its streams go on at other backends, as far as they can. Only while it drains.
+    pub moves_streams: bool,
     /// Facts that the engine reported about itself.
     pub facts: EngineFacts,
 }
@@ -186,9 +188,21 @@ impl Backends {
         };
         if let Some(backend) = self.by_slot.get_mut(&slot) {
             backend.draining = draining;
+            backend.moves_streams &= draining;
         }
         self.align_ranks(slot);
         true
+    }
+
+    /// Sets whether the streams of a backend that drains, with all its ranks, go on elsewhere.
+    pub(crate) fn move_streams(&mut self, name: &str, moves_streams: bool) {
+        let Some(slot) = self.named(name).map(|backend| backend.handle.slot) else {
+            return;
+        };
+        if let Some(backend) = self.by_slot.get_mut(&slot) {
+            backend.moves_streams = moves_streams && backend.draining;
+        }
+        self.align_ranks(slot);
     }
 
     /// Records facts reported by an engine and returns the changes that affect ownership. Returns
@@ -241,6 +255,7 @@ impl Backends {
                 handle,
                 spec,
                 draining: false,
+                moves_streams: false,
                 facts,
             },
         );

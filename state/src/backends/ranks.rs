@@ -149,6 +149,7 @@ impl Backends {
                 && let Some(backend) = self.by_slot.get_mut(&slot)
             {
                 backend.draining = engine.draining;
+                backend.moves_streams = engine.moves_streams;
                 backend.facts = engine.facts.clone();
             }
             changes.push(added);
@@ -185,6 +186,7 @@ impl Backends {
             let capacity_before = backend.capacity_blocks();
             backend.spec = engine.spec_of(rank);
             backend.draining = engine.draining;
+            backend.moves_streams = engine.moves_streams;
             backend.facts = engine.facts.clone();
             if backend.capacity_blocks() != capacity_before {
                 changes.push(SlotChange::Resized(*slot));
@@ -223,6 +225,7 @@ impl Backends {
                 let follows = self.in_slot(*slot).is_some_and(|it| {
                     it.spec == engine.spec_of(rank)
                         && it.draining == engine.draining
+                        && it.moves_streams == engine.moves_streams
                         && it.facts == engine.facts
                 });
                 if !follows {

@@ -99,6 +99,9 @@ pub enum Command {
         name: String,
         /// Whether the backend drains.
         draining: bool,
+        /// Whether its streams go on at other backends, as far as they can. Has no effect without
+        /// `draining`.
+        moves_streams: bool,
     },
     /// Registers, changes or removes a backend on behalf of a discovery source.
     Discover(Box<Discovery>),

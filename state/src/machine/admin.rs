@@ -88,11 +88,12 @@ impl RouterState {
         &mut self,
         origin: &Origin,
         name: String,
-        draining: bool,
+        (draining, moves_streams): (bool, bool),
     ) -> Result<(), Rejection> {
         if !self.backends.set_draining(&name, draining) {
             return Err(unknown_backend(name));
         }
+        self.backends.move_streams(&name, moves_streams);
         if let Some(backend) = self.backends.named(&name) {
             self.discovered
                 .drained_by_hand(backend.handle.slot, draining);

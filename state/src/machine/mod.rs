@@ -295,7 +295,11 @@ impl RouterState {
             }
             Command::PutBackend(spec) => self.put_backend(origin, spec),
             Command::DeleteBackend { name } => self.delete_backend(origin, name),
-            Command::SetDraining { name, draining } => self.set_draining(origin, name, draining),
+            Command::SetDraining {
+                name,
+                draining,
+                moves_streams,
+            } => self.set_draining(origin, name, (draining, moves_streams)),
             Command::PutPolicy(policy) => self.put_policy(origin, policy),
             Command::ExpireSession { replica, session } => {
                 self.expire_session(origin, replica, session)

@@ -91,6 +91,7 @@ async fn every_reason_against_readiness_is_named() {
     bench.apply(Command::SetDraining {
         name: "gpu-1".to_owned(),
         draining: true,
+        moves_streams: false,
     });
     let reasons = [
         "draining",

@@ -534,6 +534,7 @@ fn registry_changes_are_sent_in_order() {
     bench.apply(Command::SetDraining {
         name: "gpu-1".to_owned(),
         draining: true,
+        moves_streams: false,
     });
     bench.apply(Command::PutPolicy(PolicyConfig::Cost(Default::default())));
     let after = bench.admin.view.registry();

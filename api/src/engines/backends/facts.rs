@@ -275,6 +275,7 @@ mod tests {
                 role: state::command::BackendRole::Both,
             },
             draining: false,
+            moves_streams: false,
             facts,
         }
     }

@@ -1,12 +1,13 @@
 //! Sends the request that continues a stream whose backend has failed.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
 use http_body_util::{BodyExt, Collected};
+use state::ids::Slot;
 use tokio::time::Instant;
 
 use super::request_context::ProxiedRequest;
@@ -24,10 +25,13 @@ use crate::proxy::response::continuation::{
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_body::{BodyKind, Continuation};
 use crate::proxy::settings::StreamResume;
-use crate::routing::AttemptEnd;
+use crate::routing::{Attempt, AttemptEnd};
 
 /// Share of `limits.max_held_bodies` that the bodies of streams may take in addition.
 const KEPT_DIVISOR: u64 = 2;
+
+/// Maximum number of streams that move at once. Each of them is a prompt for another engine.
+const MOVES_MAX: u32 = 8;
 
 /// Metrics of a request that is tried on backends.
 pub(super) trait TryMetrics {
@@ -100,13 +104,13 @@ impl Continuer for StreamContinuer {
         self.is_chat
     }
 
-    fn body(&self, relayed: &RelayedAnswer) -> Result<Bytes, Obstacle> {
+    fn body(&self, relayed: &RelayedAnswer, moves: bool) -> Result<Bytes, Obstacle> {
         let (proxy, proxied) = (&self.proxy, &self.proxied);
         if (proxy.poison_requests).refuses(&proxied.body, &proxied.identity) {
             return Err(Obstacle::BreaksBackends);
         }
         let tries = self.tries.lock().unwrap_or_else(PoisonError::into_inner);
-        if tries.count >= proxy.settings.retry.attempts {
+        if !moves && tries.count >= proxy.settings.retry.attempts {
             return Err(Obstacle::NoAttempts);
         }
         let (sending, _) = outgoing(proxy, proxied);
@@ -136,6 +140,56 @@ impl Continuer for StreamContinuer {
             *shared.lock().unwrap_or_else(PoisonError::into_inner) = tries;
             asked
         })
+    }
+
+    fn is_moving(&self, slot: Slot) -> bool {
+        let registry = self.proxy.view.registry();
+        let moves = registry.backend(slot).is_some_and(|it| it.moves_streams);
+        moves && self.proxy.moving_streams.load(Relaxed) < MOVES_MAX
+    }
+
+    fn move_away(
+        &mut self,
+        (attempt, slot): (&mut Attempt, Slot),
+        body: Bytes,
+        relayed: &RelayedAnswer,
+    ) -> Result<PendingContinuation, Obstacle> {
+        let (proxy, proxied) = (Arc::clone(&self.proxy), Arc::clone(&self.proxied));
+        let moving = MoveGuard::count(&proxy).ok_or(Obstacle::TooManyMoves)?;
+        proxied.lend(attempt);
+        let mut tries = Tries {
+            excluded: vec![slot],
+            count: 1,
+        };
+        exclude_engine(&proxy, slot, &mut tries.excluded);
+        let text = relayed.text().unwrap_or_default().to_owned();
+        Ok(Box::pin(async move {
+            let asked = ask(&proxy, &proxied, body, &mut tries, &text).await;
+            if asked.is_err() {
+                proxied.take_back();
+            }
+            drop(moving);
+            asked
+        }))
+    }
+}
+
+/// A stream that moves, until it is dropped.
+struct MoveGuard(Arc<AtomicU32>);
+
+impl MoveGuard {
+    /// Counts a stream that moves; `None` if too many do.
+    fn count(proxy: &Proxy) -> Option<Self> {
+        let moving = Arc::clone(&proxy.moving_streams);
+        let before = moving.fetch_add(1, Relaxed);
+        let counted = Self(moving);
+        (before < MOVES_MAX).then_some(counted)
+    }
+}
+
+impl Drop for MoveGuard {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
     }
 }
 

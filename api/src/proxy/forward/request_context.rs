@@ -119,6 +119,16 @@ impl ProxiedRequest {
         }
     }
 
+    /// Lets another attempt begin with what `attempt` has charged, while this one goes on.
+    pub(in crate::proxy) fn lend(&self, attempt: &mut Attempt) {
+        *self.lock_earlier() = attempt.lend(Instant::now());
+    }
+
+    /// Forgets what was lent, because no other attempt goes on.
+    pub(in crate::proxy) fn take_back(&self) {
+        self.lock_earlier().take();
+    }
+
     /// Lets `attempt` go on with the answer of earlier attempts, if there are any, which began with
     /// `text`.
     pub(in crate::proxy) fn goes_on(&self, attempt: &mut Attempt, text: &str) {

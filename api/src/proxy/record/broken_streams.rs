@@ -11,6 +11,8 @@ pub enum StreamBreak {
     Error,
     /// The engine sent nothing for too long.
     Stalled,
+    /// The backend drains, and its streams move.
+    Moved,
 }
 
 impl EncodeLabelValue for StreamBreak {
@@ -19,6 +21,7 @@ impl EncodeLabelValue for StreamBreak {
             Self::Broke => "broke",
             Self::Error => "error",
             Self::Stalled => "stalled",
+            Self::Moved => "moved",
         }
         .encode(encoder)
     }

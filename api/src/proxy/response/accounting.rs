@@ -161,6 +161,11 @@ impl RequestAccounting {
         }
     }
 
+    /// Returns the attempt; `None` if it has ended.
+    pub(super) fn attempt(&mut self) -> Option<&mut Attempt> {
+        self.attempt.as_mut()
+    }
+
     /// Takes the attempt of a stream that goes on elsewhere; `None` if it has ended.
     pub(super) fn take_attempt(&mut self) -> Option<Attempt> {
         self.attempt.take()

@@ -24,6 +24,9 @@ pub enum ResponseBodyError {
     /// The engine reported an error in its stream. The stream may go on at another engine.
     #[error("the backend reported an error")]
     Reported,
+    /// The backend drains, and its streams go on elsewhere.
+    #[error("the streams of the backend move")]
+    Moved,
     /// The engine that was to continue the response began another one.
     #[error("the next backend did not continue the response")]
     NotContinued,

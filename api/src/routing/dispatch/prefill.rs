@@ -143,12 +143,16 @@ impl PrefillAttempt {
         open.meter.count_end(end);
         let outcome = match (end, open.is_touching) {
             (AttemptEnd::NotRun | AttemptEnd::Failed, _) => LeaseOutcome::Discarded,
-            (AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft, true) => {
-                LeaseOutcome::Kept
-            }
-            (AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft, false) => {
-                LeaseOutcome::KeptUntouched
-            }
+            (
+                AttemptEnd::Finished
+                | AttemptEnd::Broken
+                | AttemptEnd::ClientLeft
+                | AttemptEnd::Moved,
+                is_touching,
+            ) => match is_touching {
+                true => LeaseOutcome::Kept,
+                false => LeaseOutcome::KeptUntouched,
+            },
         };
         self.dispatcher
             .outbox

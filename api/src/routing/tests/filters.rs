@@ -432,6 +432,7 @@ fn filters_are_counted_by_name() {
     bench.admin(Command::SetDraining {
         name: "b0".to_owned(),
         draining: true,
+        moves_streams: false,
     });
     bench.fail(1, 5);
     bench.decide(&identity, &[]).unwrap();

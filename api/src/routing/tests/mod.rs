@@ -263,6 +263,7 @@ fn each_excluded_backend_has_the_right_verdict() {
     bench.admin(Command::SetDraining {
         name: "b1".to_owned(),
         draining: true,
+        moves_streams: false,
     });
     assert_eq!(
         bench.decide(&identity, &[]).unwrap_err(),

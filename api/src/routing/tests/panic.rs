@@ -108,6 +108,7 @@ fn refusing_and_draining_backends_do_not_count_for_panic() {
     bench.admin(Command::SetDraining {
         name: "b1".to_owned(),
         draining: true,
+        moves_streams: false,
     });
     let identity = bench.identify("hello");
     let alone = [FilterVerdict::Candidate, FilterVerdict::Draining];

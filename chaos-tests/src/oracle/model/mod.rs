@@ -137,7 +137,7 @@ impl ReferenceModel {
                 let change = self.registry.remove(name);
                 self.follow(change);
             }
-            Command::SetDraining { name, draining } => self.registry.drain(name, *draining),
+            Command::SetDraining { name, draining, .. } => self.registry.drain(name, *draining),
             Command::ExpireSession { replica, session } => {
                 if self.sessions.is_current(*replica, *session) {
                     self.close(*replica);

@@ -101,6 +101,7 @@ fn cluster_commands() -> Vec<Command> {
         Command::SetDraining {
             name: name(),
             draining: true,
+            moves_streams: false,
         },
         discover(DiscoveryChange::Found(spec())),
         discover(DiscoveryChange::Lost { name: name() }),

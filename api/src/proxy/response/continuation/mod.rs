@@ -57,6 +57,9 @@ pub(in crate::proxy) enum Obstacle {
     /// The request was tried on `retry.attempts` backends, or the retry budget is used up.
     #[error("no further attempt is allowed")]
     NoAttempts,
+    /// Too many streams move at once.
+    #[error("too many streams move at once")]
+    TooManyMoves,
     /// No other backend took the request.
     #[error("no other backend took the request")]
     NoBackend,
@@ -80,6 +83,7 @@ impl From<&Obstacle> for BreakResult {
             Obstacle::IncompleteEvent => "incomplete-event",
             Obstacle::BreaksBackends => "breaks-backends",
             Obstacle::NoAttempts => "no-attempts",
+            Obstacle::TooManyMoves => "too-many-moves",
             Obstacle::NoBackend => "no-backend",
             Obstacle::Refused(_) => "refused",
             Obstacle::NotContinued => "not-continued",
@@ -116,7 +120,8 @@ pub(in crate::proxy) trait Continuer: Send {
     fn is_chat(&self) -> bool;
 
     /// Returns the body of the request that continues what was `relayed`.
-    fn body(&self, relayed: &RelayedAnswer) -> Result<Bytes, Obstacle>;
+    /// A stream that `moves` has not failed, so its attempts do not count.
+    fn body(&self, relayed: &RelayedAnswer, moves: bool) -> Result<Bytes, Obstacle>;
 
     /// Ends the attempt that has failed, and sends `body` to another backend.
     fn go_on(
@@ -125,4 +130,15 @@ pub(in crate::proxy) trait Continuer: Send {
         body: Bytes,
         relayed: &RelayedAnswer,
     ) -> PendingContinuation;
+
+    /// Whether the streams of the backend in `slot` are to move, and one more may do so now.
+    fn is_moving(&self, slot: Slot) -> bool;
+
+    /// Sends `body` to another backend, while `attempt` at the backend in `slot` still runs.
+    fn move_away(
+        &mut self,
+        from: (&mut Attempt, Slot),
+        body: Bytes,
+        relayed: &RelayedAnswer,
+    ) -> Result<PendingContinuation, Obstacle>;
 }

@@ -4,6 +4,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use super::{BodyKind, ResponseBody};
 use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak};
@@ -24,6 +25,8 @@ pub(in crate::proxy) struct Continuation {
     pub(super) stall: Option<Duration>,
     /// Seam behind the last engine that failed; `None` before the first failure.
     pub(super) seam: Option<Seam>,
+    /// Whether the stream stays at a backend that drains, because it cannot move.
+    stays: bool,
     /// The request that continues the stream, and why it was sent; `None` while an engine responds.
     pending: Option<(PendingContinuation, ResponseBodyError)>,
 }
@@ -39,6 +42,7 @@ impl Continuation {
             continuer,
             stall,
             seam: None,
+            stays: false,
             pending: None,
         }
     }
@@ -56,13 +60,14 @@ impl ResponseBody {
     /// Goes on with the stream elsewhere after a failure of its engine, or ends it.
     pub(super) fn after_failure(&mut self, why: ResponseBodyError) -> AfterFailure {
         self.blame(&why);
+        let moves = matches!(why, ResponseBodyError::Moved);
         let Some(continuation) = self.continuation.as_mut() else {
             return AfterFailure::Piece(self.break_off(why, None));
         };
         if matches!(why, ResponseBodyError::NotContinued) {
             return AfterFailure::Piece(self.give_up(why, &Obstacle::NotContinued));
         }
-        if continuation.relayed.is_complete() {
+        if continuation.relayed.is_complete() && !moves {
             self.count_break(&why, BreakResult::COMPLETED);
             return AfterFailure::Piece(Ok(self.complete()));
         }
@@ -86,7 +91,13 @@ impl ResponseBody {
             return Err(Obstacle::IncompleteEvent);
         }
         let continuation = self.continuation.as_mut().ok_or(Obstacle::NoAttempts)?;
-        let body = continuation.continuer.body(&continuation.relayed)?;
+        let moves = matches!(why, ResponseBodyError::Moved);
+        let body = continuation.continuer.body(&continuation.relayed, moves)?;
+        if moves {
+            let attempt = self.accounting.attempt();
+            let from = (attempt.ok_or(Obstacle::NoAttempts)?, self.source.slot);
+            return (continuation.continuer).move_away(from, body, &continuation.relayed);
+        }
         let is_alive = matches!(why, ResponseBodyError::Reported | ResponseBodyError::Silent);
         let metrics = &mut self.accounting.request_metrics;
         let may_retry = |metrics: &mut RequestMetricsGuard| metrics.may_retry();
@@ -115,6 +126,10 @@ impl ResponseBody {
 
     /// Handles a failure after which no other backend can be asked.
     fn without_another(&mut self, why: ResponseBodyError, obstacle: &Obstacle) -> AfterFailure {
+        if matches!(why, ResponseBodyError::Moved) {
+            self.stay(&why, obstacle);
+            return AfterFailure::GoesOn;
+        }
         let stall = self.continuation.as_mut().and_then(|it| it.stall.take());
         if let (ResponseBodyError::Silent, Some(stall)) = (&why, stall)
             && stall < self.answer_idle
@@ -124,6 +139,29 @@ impl ResponseBody {
             return AfterFailure::GoesOn;
         }
         AfterFailure::Piece(self.give_up(why, obstacle))
+    }
+
+    /// Lets a stream that cannot move go on where it is.
+    fn stay(&mut self, why: &ResponseBodyError, obstacle: &Obstacle) {
+        if *obstacle == Obstacle::TooManyMoves {
+            // The next event tries again.
+            return;
+        }
+        self.count_break(why, BreakResult::from(obstacle));
+        if let Some(continuation) = &mut self.continuation {
+            continuation.stays = true;
+        }
+    }
+
+    /// Whether the backend drains and the stream is to move.
+    pub(super) fn is_moving(&self) -> bool {
+        let Some(continuation) = &self.continuation else {
+            return false;
+        };
+        let may_move = !continuation.stays
+            && self.accounting.has_output()
+            && !continuation.relayed.is_complete();
+        may_move && continuation.continuer.is_moving(self.source.slot)
     }
 
     /// Ends a stream that goes on nowhere. An error that its engine reported passes, as if it had
@@ -176,6 +214,10 @@ impl ResponseBody {
                 self.continue_with(continued);
                 Poll::Ready(None)
             }
+            Err(obstacle) if matches!(why, ResponseBodyError::Moved) => {
+                self.stay(&why, &obstacle);
+                Poll::Ready(None)
+            }
             Err(obstacle) => Poll::Ready(Some(self.give_up(why, &obstacle))),
         }
     }
@@ -183,10 +225,17 @@ impl ResponseBody {
     fn continue_with(&mut self, continued: ContinuedAnswer) {
         let ContinuedAnswer {
             body,
-            attempt,
+            mut attempt,
             slot,
             watched,
         } = continued;
+        // A backend that drains has run until now.
+        if let Some(before) = self.accounting.take_attempt() {
+            let earlier = before.hand_over(AttemptEnd::Moved, Instant::now());
+            earlier
+                .into_iter()
+                .for_each(|earlier| attempt.continues(earlier, ""));
+        }
         if let Some(continuation) = &mut self.continuation {
             let is_chat = continuation.continuer.is_chat();
             continuation.seam = Some(Seam::behind(&continuation.relayed, is_chat));
@@ -205,6 +254,7 @@ impl ResponseBody {
         let cause = match why {
             ResponseBodyError::Reported => StreamBreak::Error,
             ResponseBodyError::Silent => StreamBreak::Stalled,
+            ResponseBodyError::Moved => StreamBreak::Moved,
             _ => StreamBreak::Broke,
         };
         let labels = BreakLabels { cause, result };

@@ -452,13 +452,18 @@ impl Drop for ResponseBody {
 impl ResponseBody {
     /// Returns the next piece of the response for the client.
     fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
+        let mut may_move = true;
         while !self.is_over {
             if let Some(piece) = ready!(self.poll_continuation(cx)) {
                 return Poll::Ready(Some(piece));
             }
-            let why = match ready!(self.poll_one_engine(cx)) {
-                Ok(piece) => return Poll::Ready(piece.map(Ok)),
-                Err(why) => why,
+            // Once per call: a stream that cannot move goes on where it is.
+            let why = match std::mem::take(&mut may_move) && self.is_moving() {
+                true => ResponseBodyError::Moved,
+                false => match ready!(self.poll_one_engine(cx)) {
+                    Ok(piece) => return Poll::Ready(piece.map(Ok)),
+                    Err(why) => why,
+                },
             };
             if let AfterFailure::Piece(piece) = self.after_failure(why) {
                 return Poll::Ready(Some(piece));

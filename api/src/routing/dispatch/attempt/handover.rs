@@ -86,6 +86,28 @@ impl Attempt {
         })
     }
 
+    /// Charges what is due so far, and lends the charge to an attempt that may go on with the answer
+    /// instead; `None` if this one has ended.
+    pub(crate) fn lend(&mut self, now: Instant) -> Option<EarlierAttempt> {
+        let open = self.open.as_mut()?;
+        let dispatcher = &self.dispatcher;
+        let usage = open.usage_or_estimate(dispatcher, AttemptEnd::Moved, now);
+        let due = open.due(usage);
+        open.note_charged(due);
+        dispatcher
+            .outbox
+            .with(|outbox| open.charge(dispatcher, outbox, due));
+        Some(EarlierAttempt {
+            dispatcher: Arc::clone(dispatcher),
+            session: None,
+            charge: EarlierCharge {
+                charged: open.charged,
+                usage: open.usage,
+            },
+            has_run: false,
+        })
+    }
+
     /// Goes on with the answer of `earlier`, which began with `text`. The attempt was dispatched
     /// with its charge.
     pub(crate) fn continues(&mut self, mut earlier: EarlierAttempt, text: &str) {

@@ -396,7 +396,9 @@ impl Attempt {
     fn close(&mut self, end: AttemptEnd, now: Instant) -> Option<EarlierCharge> {
         match end {
             AttemptEnd::Finished => self.answered(now),
-            AttemptEnd::Broken | AttemptEnd::ClientLeft => self.is_left_unanswered(end, now),
+            AttemptEnd::Broken | AttemptEnd::ClientLeft | AttemptEnd::Moved => {
+                self.is_left_unanswered(end, now)
+            }
             AttemptEnd::NotRun | AttemptEnd::Failed => {}
         }
         let mut open = self.open.take()?;
@@ -406,19 +408,24 @@ impl Attempt {
             AttemptEnd::Finished
             | AttemptEnd::Broken
             | AttemptEnd::ClientLeft
-            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.dispatcher, end, now)),
+            | AttemptEnd::Failed
+            | AttemptEnd::Moved => open.due(open.usage_or_estimate(&self.dispatcher, end, now)),
         };
         charge.ended = 1;
         let outcome = match end {
             AttemptEnd::NotRun | AttemptEnd::Failed => LeaseOutcome::Discarded,
-            AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft
+            AttemptEnd::Finished
+            | AttemptEnd::Broken
+            | AttemptEnd::ClientLeft
+            | AttemptEnd::Moved
                 if open.is_touching =>
             {
                 LeaseOutcome::Kept
             }
-            AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft => {
-                LeaseOutcome::KeptUntouched
-            }
+            AttemptEnd::Finished
+            | AttemptEnd::Broken
+            | AttemptEnd::ClientLeft
+            | AttemptEnd::Moved => LeaseOutcome::KeptUntouched,
         };
         let reply = open
             .reply
@@ -547,7 +554,10 @@ impl OpenAttempt {
         let elapsed = self.at_work(made_by.unwrap_or(now));
         let tokens = hidden.tokens(elapsed, &self.pace(dispatcher, now));
         match end {
-            AttemptEnd::Finished | AttemptEnd::ClientLeft | AttemptEnd::NotRun => tokens,
+            AttemptEnd::Finished
+            | AttemptEnd::ClientLeft
+            | AttemptEnd::NotRun
+            | AttemptEnd::Moved => tokens,
             AttemptEnd::Broken | AttemptEnd::Failed => {
                 let usual = self.usual_output(dispatcher, hidden);
                 tokens.min(usual.saturating_mul(hidden.choices.max(1).into()))
