@@ -11,6 +11,8 @@ mod binary;
 pub mod checks;
 mod child;
 pub mod client_ledger;
+pub mod engine_kills;
+mod engines;
 pub mod failover;
 pub mod faults;
 pub mod figures;
@@ -56,7 +58,8 @@ const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 pub struct ProcessCluster {
     // Dropped in this order: processes before the folder and the hosts.
     replicas: Vec<ReplicaProcess>,
-    engines: Vec<ChildProcess>,
+    /// The engines; `None` for one that is down.
+    engines: Vec<Option<ChildProcess>>,
     options: ClusterOptions,
     binary: PathBuf,
     layout: Layout,
@@ -135,6 +138,7 @@ impl ProcessCluster {
             has_passed: false,
         };
         for number in 0..usize::from(options.engines) {
+            cluster.engines.push(None);
             cluster.start_engine(number)?;
         }
         let founders = usize::from(options.replicas);
@@ -224,12 +228,6 @@ impl ProcessCluster {
     pub fn admin_url(&self, number: usize, path: &str) -> String {
         let scheme = scheme(self.secrets.as_ref());
         format!("{scheme}://{}{path}", self.admin_addr(number))
-    }
-
-    /// Returns the address of an engine.
-    #[must_use]
-    pub fn engine_addr(&self, number: usize) -> SocketAddr {
-        self.layout.engines[number]
     }
 
     /// Returns the peer address of a replica.
@@ -492,21 +490,6 @@ impl ProcessCluster {
     /// Stops all processes and marks the test as passed.
     pub fn stop(mut self) {
         self.has_passed = true;
-    }
-
-    fn start_engine(&mut self, number: usize) -> anyhow::Result<()> {
-        let listen = self.layout.engines[number].to_string();
-        let speed = self.options.engine_speed.to_string();
-        let mut args = vec!["engine", "--listen", &listen, "--speed", &speed];
-        args.extend(self.options.engine_args);
-        let log = self.dir.path().join(format!("engine-{}.log", number + 1));
-        let bounds = ProcessLimits {
-            namespace: self.layout.engine_namespace(),
-            descriptors: None,
-        };
-        let engine = ChildProcess::spawn(bounds, &self.binary, &args, &log)?;
-        self.engines.push(engine);
-        Ok(())
     }
 
     fn spawn_replica(&self, number: usize, args: &[&str]) -> anyhow::Result<ChildProcess> {

@@ -1,0 +1,356 @@
+//! Clients that stream without a pause, and what they receive.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE};
+use http::{HeaderMap, Method, Request, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use lab::connector::ReplicaConnector;
+use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
+use node::json_client::JsonClient;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+
+use super::EngineKillsReport;
+use super::received::{ReceivedStream, StreamDifference};
+use super::requests::StreamRequest;
+use crate::processes::access::key;
+use crate::processes::client_ledger::UserTotals;
+use crate::processes::waiting::PATIENCE;
+use crate::processes::{ProcessCluster, until};
+
+/// Speed of the undisturbed engine, so that its answers take no time.
+const UNDISTURBED_SPEED: f64 = 100_000.0;
+
+/// A request under way.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct UnderWay {
+    /// Number of the engine that the response names; `None` before its head.
+    pub(super) engine: Option<usize>,
+    /// Number of events that have arrived, at least.
+    pub(super) events: usize,
+    /// Whether an engine was killed meanwhile that may have had the request.
+    is_disturbed: bool,
+}
+
+/// The clients of all replicas, with what they received.
+#[derive(Debug)]
+pub(super) struct StreamClients {
+    client: Client<ReplicaConnector, Full<Bytes>>,
+    /// Data and admin URLs of the replicas.
+    replicas: Vec<(String, String)>,
+    operator: JsonClient,
+    is_secure: bool,
+    seed: u64,
+    next: AtomicU64,
+    is_stopping: AtomicBool,
+    under_way: watch::Sender<BTreeMap<u64, UnderWay>>,
+    undisturbed: EngineHandle,
+    report: Mutex<EngineKillsReport>,
+    /// URLs of the records of requests that were disturbed and have ended.
+    disturbed: Mutex<Vec<String>>,
+    /// What each user would pay if no engine had been killed.
+    charges: Mutex<BTreeMap<String, UserTotals>>,
+}
+
+/// A response, or a part of it.
+#[derive(Debug)]
+struct Received {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: Vec<u8>,
+    /// Why the response ended early; `None` if it is complete.
+    broken: Option<String>,
+    longest_pause: Duration,
+}
+
+impl StreamClients {
+    /// Starts the undisturbed engine. No client runs yet.
+    pub(super) async fn start(cluster: &ProcessCluster, seed: u64) -> anyhow::Result<Arc<Self>> {
+        let undisturbed = EmulatedEngine::start(EngineOptions {
+            speed: UNDISTURBED_SPEED,
+            ..EngineOptions::default()
+        });
+        let access = cluster.access();
+        let connector = ReplicaConnector::new(access.tls().cloned());
+        let urls = |number| {
+            (
+                cluster.data_url(number).to_owned(),
+                cluster.admin_url(number, ""),
+            )
+        };
+        Ok(Arc::new(Self {
+            client: Client::builder(TokioExecutor::new())
+                .retry_canceled_requests(false)
+                .build(connector),
+            replicas: (0..cluster.replicas()).map(urls).collect(),
+            operator: cluster.operator().clone(),
+            is_secure: access.is_secure(),
+            seed,
+            next: AtomicU64::new(0),
+            is_stopping: AtomicBool::new(false),
+            under_way: watch::Sender::default(),
+            undisturbed: undisturbed.await.context("start the undisturbed engine")?,
+            report: Mutex::default(),
+            disturbed: Mutex::default(),
+            charges: Mutex::default(),
+        }))
+    }
+
+    /// Lets the clients end after their current streams.
+    pub(super) fn stop(&self) {
+        self.is_stopping.store(true, Ordering::SeqCst);
+    }
+
+    /// Watches the requests under way, by number.
+    pub(super) fn watch(&self) -> watch::Receiver<BTreeMap<u64, UnderWay>> {
+        self.under_way.subscribe()
+    }
+
+    /// Notes that an engine was killed. Returns the requests under way, each of which may be its.
+    pub(super) fn note_kill(&self, engine: usize) -> Vec<u64> {
+        let mut numbers = Vec::new();
+        let mut hit = 0;
+        self.under_way.send_modify(|streams| {
+            for (number, stream) in streams {
+                numbers.push(*number);
+                stream.is_disturbed = stream.engine.is_none_or(|of| of == engine);
+                hit += u64::from(stream.engine == Some(engine) && stream.events > 0);
+            }
+        });
+        self.noted().hit += hit;
+        numbers
+    }
+
+    /// Returns what the clients received.
+    pub(super) fn report(&self) -> EngineKillsReport {
+        self.noted().clone()
+    }
+
+    /// Returns the users whose counters are not those of undisturbed answers.
+    pub(super) fn compare_charges(&self, charged: &BTreeMap<String, UserTotals>) -> Vec<String> {
+        // How much of a prompt was cached depends on the engine.
+        let sums = |totals: &UserTotals| {
+            [
+                totals.requests,
+                totals.uncached + totals.cached,
+                totals.output,
+            ]
+        };
+        let expected = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
+        let differs = expected.iter().filter_map(|(user, expected)| {
+            let (expected, found) = (sums(expected), charged.get(user).map(sums));
+            (found != Some(expected))
+                .then(|| format!("{user}: requests, input, output {found:?}, not {expected:?}"))
+        });
+        differs.collect()
+    }
+
+    /// Sends requests one after another until the clients are to stop.
+    pub(super) async fn run(self: Arc<Self>) -> anyhow::Result<()> {
+        while !self.is_stopping.load(Ordering::SeqCst) {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            let request = StreamRequest::draw(self.seed, number);
+            self.one(number, &request).await?;
+        }
+        Ok(())
+    }
+
+    async fn one(&self, number: u64, request: &StreamRequest) -> anyhow::Result<()> {
+        let replica = usize::try_from(number)? % self.replicas.len();
+        let begun = UnderWay::default();
+        self.under_way.send_modify(|streams| {
+            streams.insert(number, begun);
+        });
+        let received = self.ask(number, replica, request).await;
+        let mut ended = begun;
+        self.under_way.send_modify(|streams| {
+            ended = streams.remove(&number).unwrap_or_default();
+        });
+        let undisturbed = self.undisturbed_answer(request).await;
+        let undisturbed = undisturbed.with_context(|| format!("undisturbed {}", request.body()))?;
+        self.charge(request, &undisturbed)?;
+        if let (Ok(received), true) = (&received, ended.is_disturbed) {
+            let id = received.headers.get("x-request-id");
+            let id = id.and_then(|id| id.to_str().ok()).context("no id")?;
+            let path = format!("/admin/v1/decisions/{id}");
+            let url = format!("{}{path}", self.replicas[replica].1);
+            self.disturbed().push(url);
+        }
+        let mut report = self.noted();
+        match request.is_chat() {
+            true => report.chats += 1,
+            false => report.texts += 1,
+        }
+        let differences = match &received {
+            Err(error) => vec![(StreamDifference::Refused, format!("{error:#}"))],
+            Ok(received) => {
+                if ended.is_disturbed {
+                    report.longest_pause = report.longest_pause.max(received.longest_pause);
+                }
+                differences(received, &undisturbed, request)
+            }
+        };
+        for (what, how) in differences {
+            report.add(what, || {
+                let (path, events) = (request.path, ended.events);
+                let when = match ended.is_disturbed {
+                    true => "its engine was killed",
+                    false => "no engine of its was killed",
+                };
+                format!("request {number} to {path}, {when}, {events} events: {how}")
+            });
+        }
+        Ok(())
+    }
+
+    async fn ask(
+        &self,
+        number: u64,
+        replica: usize,
+        request: &StreamRequest,
+    ) -> anyhow::Result<Received> {
+        let url = format!("{}{}", self.replicas[replica].0, request.path);
+        let mut sent = Request::post(url)
+            .header(CONTENT_TYPE, "application/json")
+            .header("x-quorate-user", &request.user);
+        if self.is_secure {
+            sent = sent.header(AUTHORIZATION, format!("Bearer {}", key(&request.user)));
+        }
+        let sent = self.client.request(sent.body(request.body().into())?);
+        let response = timeout(PATIENCE, sent)
+            .await
+            .context("no response in time")??;
+        let (head, mut body) = response.into_parts();
+        let engine = head.headers.get("x-quorate-backend");
+        let engine = engine.and_then(|name| name.to_str().ok()?.strip_prefix("engine-"));
+        let engine = engine.and_then(|number| number.parse::<usize>().ok());
+        self.note(number, |stream| {
+            stream.engine = engine.and_then(|number| number.checked_sub(1));
+        });
+        let mut received = Received {
+            status: head.status,
+            headers: head.headers,
+            body: Vec::new(),
+            broken: None,
+            longest_pause: Duration::ZERO,
+        };
+        let mut last = Instant::now();
+        loop {
+            let frame = match timeout(PATIENCE, body.frame()).await {
+                Ok(None) => return Ok(received),
+                Ok(Some(Ok(frame))) => frame,
+                Ok(Some(Err(error))) => {
+                    received.broken = Some(format!("{:#}", anyhow::Error::from(error)));
+                    return Ok(received);
+                }
+                Err(_) => {
+                    received.broken = Some("nothing more came in time".to_owned());
+                    return Ok(received);
+                }
+            };
+            received.longest_pause = received.longest_pause.max(last.elapsed());
+            last = Instant::now();
+            let data = frame.into_data().unwrap_or_default();
+            received.body.extend_from_slice(&data);
+            let events = data.windows(2).filter(|two| two == b"\n\n").count();
+            self.note(number, |stream| stream.events += events);
+        }
+    }
+
+    fn note(&self, number: u64, change: impl FnOnce(&mut UnderWay)) {
+        self.under_way.send_modify(|streams| {
+            streams.entry(number).and_modify(change);
+        });
+    }
+
+    async fn undisturbed_answer(&self, request: &StreamRequest) -> anyhow::Result<ReceivedStream> {
+        let url = format!("{}{}", self.undisturbed.url(), request.path);
+        let sent = Request::post(url).header(CONTENT_TYPE, "application/json");
+        let response = self
+            .client
+            .request(sent.body(request.undisturbed_body().into())?);
+        let (head, body) = response.await?.into_parts();
+        let body = body.collect().await?.to_bytes();
+        ensure!(
+            head.status == StatusCode::OK,
+            "{}: {}",
+            head.status,
+            String::from_utf8_lossy(&body)
+        );
+        Ok(ReceivedStream::read(&body))
+    }
+
+    fn charge(&self, request: &StreamRequest, undisturbed: &ReceivedStream) -> anyhow::Result<()> {
+        let usage = undisturbed.usage().context("the engine reports no usage")?;
+        let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
+        let totals = charges.entry(request.user.clone()).or_default();
+        totals.requests += 1;
+        totals.uncached += usage.prompt_tokens;
+        totals.output += usage.completion_tokens;
+        Ok(())
+    }
+
+    /// Counts the requests that were decided more than once, of those that were disturbed since the
+    /// last call and have ended.
+    pub(super) async fn count_moved(&self) -> anyhow::Result<()> {
+        let ended = std::mem::take(&mut *self.disturbed());
+        for url in ended {
+            let decisions = Cell::new(0);
+            until("the request is recorded", async || {
+                let record = self.operator.call(Method::GET, &url, None).await?;
+                decisions.set(record["decisions"].as_array().map_or(0, Vec::len));
+                Ok(record["end"].is_object())
+            })
+            .await?;
+            self.noted().moved += u64::from(decisions.get() > 1);
+        }
+        Ok(())
+    }
+
+    fn disturbed(&self) -> MutexGuard<'_, Vec<String>> {
+        self.disturbed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn noted(&self) -> MutexGuard<'_, EngineKillsReport> {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns how a response differs from the undisturbed stream.
+fn differences(
+    received: &Received,
+    undisturbed: &ReceivedStream,
+    request: &StreamRequest,
+) -> Vec<(StreamDifference, String)> {
+    let text = || {
+        let end = received.body.len().saturating_sub(300);
+        String::from_utf8_lossy(&received.body[end..]).into_owned()
+    };
+    if received.status != StatusCode::OK {
+        let how = format!("{}: {}", received.status, text());
+        return vec![(StreamDifference::Refused, how)];
+    }
+    let stream = ReceivedStream::read(&received.body);
+    let differences = stream.differences(undisturbed, request.usage);
+    let is_failed = differences
+        .iter()
+        .any(|(what, _)| *what == StreamDifference::Failed);
+    match &received.broken {
+        Some(why) if !is_failed => {
+            let how = format!("{why}, after {:?}", text());
+            vec![(StreamDifference::Broken, how)]
+        }
+        _ => differences,
+    }
+}
