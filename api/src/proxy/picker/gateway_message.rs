@@ -4,9 +4,9 @@ use bytes::Bytes;
 use prost::Message as _;
 use tonic::Status;
 
-use super::ext_proc::ProtocolConfiguration;
+use super::ext_proc::{HttpTrailers, ProcessingRequest, ProtocolConfiguration};
 use super::metadata;
-use super::wire::{Field, Fields, Malformed};
+use super::wire::{Field, Fields, NotPlain, once};
 
 /// What a message of a gateway tells.
 #[derive(Debug)]
@@ -66,87 +66,130 @@ impl GatewayMessage {
     /// Returns the error that ends the stream if the message is malformed, or none that a picker
     /// can respond to.
     pub(super) fn read(message: &Bytes) -> Result<Self, Status> {
-        let malformed =
-            |Malformed| Status::invalid_argument("a message cannot be read: it is malformed");
-        let (mut told, mut protocol) = (None, None);
-        let (mut metadata, mut details) = (Bytes::new(), None);
-        let mut is_observed = false;
-        for field in Fields::of(message) {
-            match field.map_err(malformed)? {
-                (2, Field::Bytes(it)) => {
-                    told = Some(ToldPart::RequestHeaders(
-                        head(message, it).map_err(malformed)?,
-                    ));
-                }
-                (3, Field::Bytes(it)) => {
-                    told = Some(ToldPart::ResponseHeaders(
-                        head(message, it).map_err(malformed)?,
-                    ));
-                }
-                (4, Field::Bytes(it)) => {
-                    told = Some(ToldPart::RequestBody(
-                        piece(message, it).map_err(malformed)?,
-                    ));
-                }
-                (5, Field::Bytes(it)) => {
-                    told = Some(ToldPart::ResponseBody(
-                        piece(message, it).map_err(malformed)?,
-                    ));
-                }
-                (6, Field::Bytes(_)) => told = Some(ToldPart::RequestTrailers),
-                (7, Field::Bytes(_)) => told = Some(ToldPart::ResponseTrailers),
-                (8, Field::Bytes(it)) => metadata = message.slice_ref(it),
-                (9, Field::Bytes(it)) => {
-                    let told = metadata::details(it).map_err(malformed)?;
-                    details = details.or(told);
-                }
-                (10, Field::Number(it)) => is_observed = it != 0,
-                (11, Field::Bytes(it)) => {
-                    let read = ProtocolConfiguration::decode(it);
-                    protocol = Some(read.map_err(|_| malformed(Malformed))?);
-                }
-                _ => {}
-            }
-        }
-        if is_observed {
+        let read = MessageParts::plain(message).or_else(|NotPlain| {
+            // The protocol's own types gather what is in several parts and drop what is unknown.
+            let read = ProcessingRequest::decode(&message[..]).map_err(|_| NotPlain)?;
+            MessageParts::plain(&read.encode_to_vec().into())
+        });
+        let read = read.map_err(|NotPlain| {
+            Status::invalid_argument("a message cannot be read: it is malformed")
+        })?;
+        if read.is_observed {
             return Err(Status::failed_precondition(
                 "with observability_mode a picker cannot change anything: turn it off",
             ));
         }
-        let told = told.ok_or_else(|| {
+        let told = read.told.ok_or_else(|| {
             Status::invalid_argument("a message contains nothing that this picker knows")
         })?;
         Ok(Self {
             told,
-            metadata,
-            details,
-            protocol,
+            metadata: read.metadata.unwrap_or_default(),
+            details: read.details,
+            protocol: read.protocol,
         })
     }
 }
 
-fn head(message: &Bytes, told: &[u8]) -> Result<ToldHead, Malformed> {
-    let mut head = ToldHead::default();
+/// Parts of a message, as far as it has them.
+#[derive(Default)]
+struct MessageParts {
+    told: Option<ToldPart>,
+    metadata: Option<Bytes>,
+    details: Option<String>,
+    protocol: Option<ProtocolConfiguration>,
+    is_observed: bool,
+}
+
+impl MessageParts {
+    /// Reads a message of which each part is in one place.
+    fn plain(message: &Bytes) -> Result<Self, NotPlain> {
+        let mut parts = Self::default();
+        let mut filter = None;
+        for field in Fields::of(message) {
+            let told = match field? {
+                (2, Field::Bytes(it)) => ToldPart::RequestHeaders(head(message, it)?),
+                (3, Field::Bytes(it)) => ToldPart::ResponseHeaders(head(message, it)?),
+                (4, Field::Bytes(it)) => ToldPart::RequestBody(piece(message, it)?),
+                (5, Field::Bytes(it)) => ToldPart::ResponseBody(piece(message, it)?),
+                (6, Field::Bytes(it)) => trailers(it).map(|()| ToldPart::RequestTrailers)?,
+                (7, Field::Bytes(it)) => trailers(it).map(|()| ToldPart::ResponseTrailers)?,
+                field => {
+                    parts.take_in(message, field, &mut filter)?;
+                    continue;
+                }
+            };
+            once(&mut parts.told, told)?;
+        }
+        Ok(parts)
+    }
+
+    /// Takes in what is beside the part of a request or response. `filter` is the last one whose
+    /// attributes were read: those of several are in the order of their names.
+    fn take_in<'a>(
+        &mut self,
+        message: &Bytes,
+        field: (u64, Field<'a>),
+        filter: &mut Option<&'a str>,
+    ) -> Result<(), NotPlain> {
+        match field {
+            (8, Field::Bytes(it)) => once(&mut self.metadata, message.slice_ref(it)),
+            (9, Field::Bytes(it)) => {
+                let name = Fields::of(it).bytes(1)?.unwrap_or_default();
+                let name = std::str::from_utf8(name).map_err(|_| NotPlain)?;
+                if filter.replace(name).is_some_and(|last| last >= name) {
+                    return Err(NotPlain);
+                }
+                // The filter's name is its operator's choice.
+                let attributes = Fields::of(it).bytes(2)?.unwrap_or_default();
+                let told = metadata::details(attributes)?;
+                self.details = self.details.take().or(told);
+                Ok(())
+            }
+            (10, Field::Number(it)) => {
+                self.is_observed = it != 0;
+                Ok(())
+            }
+            (11, Field::Bytes(it)) => {
+                let read = ProtocolConfiguration::decode(it).map_err(|_| NotPlain)?;
+                once(&mut self.protocol, read)
+            }
+            (2..=11, _) => Err(NotPlain),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn head(message: &Bytes, told: &[u8]) -> Result<ToldHead, NotPlain> {
+    let (mut head, mut fields) = (ToldHead::default(), None);
     for field in Fields::of(told) {
         match field? {
-            (1, Field::Bytes(fields)) => head.fields = message.slice_ref(fields),
+            (1, Field::Bytes(it)) => once(&mut fields, message.slice_ref(it))?,
             (3, Field::Number(it)) => head.end_of_stream = it != 0,
+            (1 | 3, _) => return Err(NotPlain),
             _ => {}
         }
     }
+    head.fields = fields.unwrap_or_default();
     Ok(head)
 }
 
-fn piece(message: &Bytes, told: &[u8]) -> Result<ToldPiece, Malformed> {
+fn piece(message: &Bytes, told: &[u8]) -> Result<ToldPiece, NotPlain> {
     let mut piece = ToldPiece::default();
     for field in Fields::of(told) {
         match field? {
             (1, Field::Bytes(body)) => piece.body = message.slice_ref(body),
             (2, Field::Number(it)) => piece.end_of_stream = it != 0,
+            (1 | 2, _) => return Err(NotPlain),
             _ => {}
         }
     }
     Ok(piece)
+}
+
+/// Checks trailers, which tell nothing.
+fn trailers(told: &[u8]) -> Result<(), NotPlain> {
+    HttpTrailers::decode(told).map_err(|_| NotPlain).map(drop)
 }
 
 #[cfg(test)]
@@ -159,9 +202,7 @@ mod tests {
 
     use super::*;
     use crate::proxy::picker::ext_proc::processing_request::Request;
-    use crate::proxy::picker::ext_proc::{
-        HeaderMap, HeaderValue, HttpBody, HttpHeaders, HttpTrailers, Metadata, ProcessingRequest,
-    };
+    use crate::proxy::picker::ext_proc::{HeaderMap, HeaderValue, HttpBody, HttpHeaders, Metadata};
     use crate::proxy::picker::{DETAILS, NAMESPACE, SERVED};
     use crate::routing::OfferedEndpoints;
 
@@ -208,6 +249,108 @@ mod tests {
                 headers: headers.collect(),
             }
         })
+    }
+
+    /// Encoding of a field with a number below 16 and this wire type.
+    fn field(number: u8, wire_type: u8, value: &[u8]) -> Vec<u8> {
+        [&[number << 3 | wire_type], value].concat()
+    }
+
+    fn nested(number: u8, message: &[u8]) -> Vec<u8> {
+        let length = u8::try_from(message.len() % 128).unwrap();
+        let length = [length | 0x80, u8::try_from(message.len() / 128).unwrap()];
+        [&field(number, 2, &length), message].concat()
+    }
+
+    /// What no gateway sends, and some of which no message may have.
+    fn strange() -> impl Strategy<Value = Vec<u8>> {
+        let value = prop::sample::select(vec![
+            vec![],
+            vec![1],
+            vec![0x80, 0],
+            [&[0xff; 9][..], &[1]].concat(),
+            [&[0xff; 9][..], &[2]].concat(),
+            vec![0xff; 11],
+            vec![3, b'a', b'b', b'c'],
+            vec![2, 0xff, 0xfe],
+            vec![0; 8],
+        ]);
+        let one =
+            (0..16_u8, 0..8_u8, value).prop_map(|(number, kind, it)| field(number, kind, &it));
+        let group = (1..16_u8, any::<bool>(), 1..16_u8).prop_map(|(number, is_ended, other)| {
+            let within = field(5, 0, &[7]);
+            let end = if is_ended { number } else { other };
+            [field(number, 3, &within), field(end, 4, &[])].concat()
+        });
+        let far = vec![0x80, 0x80, 0x80, 0x80, 0x10, 0];
+        prop_oneof![2 => Just(Vec::new()), 1 => one, 1 => group, 1 => Just(far)]
+    }
+
+    /// The encoding of a message in several parts, with something strange among them.
+    fn in_parts(part: impl Strategy<Value = Vec<u8>>) -> impl Strategy<Value = Vec<u8>> {
+        (prop::collection::vec(part, 1..3), strange(), any::<bool>()).prop_map(
+            |(mut parts, strange, is_first)| {
+                parts.insert(usize::from(!is_first), strange);
+                parts.concat()
+            },
+        )
+    }
+
+    fn any_part() -> impl Strategy<Value = Vec<u8>> {
+        let head = (fields(), any::<bool>(), any::<bool>()).prop_map(|(fields, is_some, end)| {
+            let headers = is_some.then_some(fields);
+            HttpHeaders {
+                headers,
+                end_of_stream: end,
+            }
+            .encode_to_vec()
+        });
+        let piece = ("[a-z]{0,20}", any::<bool>()).prop_map(|(body, end_of_stream)| {
+            let body = body.into();
+            HttpBody {
+                body,
+                end_of_stream,
+            }
+            .encode_to_vec()
+        });
+        let trailers = fields().prop_map(|trailers| {
+            let trailers = Some(trailers);
+            HttpTrailers { trailers }.encode_to_vec()
+        });
+        let beside = ("[a-c]", "[a-c]").prop_map(|(namespace, value)| {
+            Metadata {
+                filter_metadata: [(namespace, text(SERVED, &value))].into(),
+            }
+            .encode_to_vec()
+        });
+        let entry = (
+            "[a-c]",
+            prop::sample::select(vec![DETAILS, SERVED]),
+            "[a-c]",
+        );
+        let attributes = entry.prop_map(|(filter, key, value)| {
+            let struct_ = nested(2, &text(key, &value).encode_to_vec());
+            [nested(1, filter.as_bytes()), struct_].concat()
+        });
+        let protocol = (0..6_u8).prop_map(|mode| field(1, 0, &[mode]));
+        prop_oneof![
+            2 => (2..4_u8, in_parts(head)).prop_map(|(number, it)| nested(number, &it)),
+            2 => (4..6_u8, in_parts(piece)).prop_map(|(number, it)| nested(number, &it)),
+            1 => (6..8_u8, in_parts(trailers)).prop_map(|(number, it)| nested(number, &it)),
+            1 => in_parts(beside).prop_map(|it| nested(8, &it)),
+            2 => in_parts(attributes).prop_map(|it| nested(9, &it)),
+            1 => in_parts(protocol).prop_map(|it| nested(11, &it)),
+        ]
+    }
+
+    /// Reads a message, with its metadata, as text that can be compared.
+    fn told(message: &Bytes) -> Result<String, String> {
+        let read = GatewayMessage::read(message).map_err(|why| why.to_string())?;
+        let beside = metadata::read(&read.metadata).map_err(|why| why.to_string())?;
+        Ok(format!(
+            "{:?} {beside:?} {:?} {:?}",
+            read.told, read.details, read.protocol
+        ))
     }
 
     #[test]
@@ -264,6 +407,20 @@ mod tests {
                 let cut = GatewayMessage::read(&encoded.slice(..length));
                 let is_whole = ProcessingRequest::decode(encoded.slice(..length)).is_ok();
                 prop_assert!(is_whole || cut.is_err(), "{}", length);
+            }
+        }
+
+        #[test]
+        fn messages_in_parts_read_as_the_protocols_own_types_gather_them(
+            encoded in in_parts(prop::collection::vec(any_part(), 1..4).prop_map(|it| it.concat())),
+        ) {
+            let encoded = Bytes::from(encoded);
+            match ProcessingRequest::decode(encoded.clone()) {
+                Ok(read) => {
+                    let gathered = Bytes::from(read.encode_to_vec());
+                    prop_assert_eq!(told(&encoded), told(&gathered), "{:?}", read);
+                }
+                Err(why) => prop_assert!(told(&encoded).is_err(), "{}", why),
             }
         }
     }

@@ -7,7 +7,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, Version
 use super::DESTINATION;
 use super::ext_proc::header_value_option::HeaderAppendAction;
 use super::gateway_message::ToldHead;
-use super::wire::{Field, Fields, PickerMessage};
+use super::wire::{Field, Fields, NotPlain, PickerMessage};
 use crate::error::ProxyError;
 use crate::proxy::request::headers::{FORWARDED_FOR, carries_cluster_key, is_hop_by_hop};
 use crate::proxy::request::request_body::bad_request;
@@ -21,26 +21,27 @@ struct GatewayHead<'a> {
 }
 
 /// Returns the name and value of each field of a head. The value is in `raw_value`, or in `value` of
-/// older gateways, which send text. A field that is malformed has no name.
+/// older gateways, which send text. A field that cannot be read has no name.
 fn fields(told: &ToldHead) -> impl Iterator<Item = (&[u8], &[u8])> {
-    let fields = Fields::of(&told.fields).filter_map(|field| match field {
-        Ok((1, Field::Bytes(field))) => Some(Fields::of(field)),
+    Fields::of(&told.fields).filter_map(|field| match field {
+        Ok((1, Field::Bytes(field))) => Some(named(field).unwrap_or_default()),
+        Ok((1, _)) | Err(NotPlain) => Some(Default::default()),
         Ok(_) => None,
-        Err(_) => Some(Fields::of(&[])),
-    });
-    fields.map(|field| {
-        let (mut name, mut text, mut raw) = (&[][..], &[][..], &[][..]);
-        for part in field {
-            match part {
-                Ok((1, Field::Bytes(it))) => name = it,
-                Ok((2, Field::Bytes(it))) => text = it,
-                Ok((3, Field::Bytes(it))) => raw = it,
-                Ok(_) => {}
-                Err(_) => name = &[],
-            }
-        }
-        (name, if raw.is_empty() { text } else { raw })
     })
+}
+
+fn named(field: &[u8]) -> Result<(&[u8], &[u8]), NotPlain> {
+    let (mut name, mut text, mut raw) = (&[][..], &[][..], &[][..]);
+    for part in Fields::of(field) {
+        match part? {
+            (1, Field::Bytes(it)) => name = it,
+            (2, Field::Bytes(it)) if std::str::from_utf8(it).is_ok() => text = it,
+            (3, Field::Bytes(it)) => raw = it,
+            (1..=3, _) => return Err(NotPlain),
+            _ => {}
+        }
+    }
+    Ok((name, if raw.is_empty() { text } else { raw }))
 }
 
 impl<'a> GatewayHead<'a> {

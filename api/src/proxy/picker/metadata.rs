@@ -8,7 +8,7 @@ use prost_types::{Struct, Value};
 use tonic::Status;
 
 use super::ext_proc::Metadata;
-use super::wire::{Fields, Malformed, PickerMessage};
+use super::wire::{NotPlain, PickerMessage};
 use super::{DESTINATION, DETAILS, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE};
 use crate::routing::OfferedEndpoints;
 
@@ -51,15 +51,13 @@ pub(super) fn served(told: &Metadata) -> Option<SocketAddr> {
     text(value(told, NAMESPACE, SERVED)?)?.trim().parse().ok()
 }
 
-/// Returns the gateway's reason for a response by an entry of its attributes; `None` if it sends
-/// none. The attributes are in a struct under the name of the gateway's filter, which its operator
-/// may choose.
+/// Returns the gateway's reason for a response by the attributes of one of its filters; `None` if they
+/// have none.
 ///
 /// # Errors
-/// If the entry is malformed.
-pub(super) fn details(attributes: &[u8]) -> Result<Option<String>, Malformed> {
-    let of_filter = Fields::of(attributes).bytes(2)?.unwrap_or_default();
-    let of_filter = Struct::decode(of_filter).map_err(|_| Malformed)?;
+/// If they are malformed.
+pub(super) fn details(of_filter: &[u8]) -> Result<Option<String>, NotPlain> {
+    let of_filter = Struct::decode(of_filter).map_err(|_| NotPlain)?;
     let found = of_filter.fields.get(DETAILS).and_then(text);
     Ok(found.map(str::to_owned))
 }

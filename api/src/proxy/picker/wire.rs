@@ -17,16 +17,17 @@ const VARINT_BYTES_MAX: usize = 10;
 /// Initial capacity of a message without its body, in bytes.
 const START_BYTES: usize = 256;
 
-/// Error of bytes that are no message.
+/// Error of bytes that are no plain message: they are malformed, or have what no gateway sends (groups,
+/// or a value in several parts) and what only the protocol's own types read.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Malformed;
+pub(super) struct NotPlain;
 
 /// Reader of a message's fields, by number.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a>(&'a [u8]);
 
 /// Value of a field.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Field<'a> {
     Number(u64),
     Bytes(&'a [u8]),
@@ -39,42 +40,50 @@ impl<'a> Fields<'a> {
         Self(message)
     }
 
-    /// Returns the bytes of the last field with this number; `None` if there is none.
+    /// Returns the bytes of the field with this number; `None` if there is none.
     ///
     /// # Errors
-    /// If the message is malformed.
-    pub(super) fn bytes(self, number: u64) -> Result<Option<&'a [u8]>, Malformed> {
-        let mut last = None;
+    /// If the message is not plain.
+    pub(super) fn bytes(self, number: u64) -> Result<Option<&'a [u8]>, NotPlain> {
+        let mut only = None;
         for field in self {
             match field? {
-                (found, Field::Bytes(bytes)) if found == number => last = Some(bytes),
+                (found, Field::Bytes(bytes)) if found == number => once(&mut only, bytes)?,
+                (found, _) if found == number => return Err(NotPlain),
                 _ => {}
             }
         }
-        Ok(last)
+        Ok(only)
     }
 
-    fn number(&mut self) -> Result<u64, Malformed> {
+    fn number(&mut self) -> Result<u64, NotPlain> {
         let mut number = 0;
         for (nth, byte) in self.0.iter().take(VARINT_BYTES_MAX).enumerate() {
             number |= u64::from(byte & 0x7f) << (7 * nth);
             if byte & 0x80 == 0 {
+                if nth + 1 == VARINT_BYTES_MAX && *byte > 1 {
+                    break;
+                }
                 self.0 = &self.0[nth + 1..];
                 return Ok(number);
             }
         }
-        Err(Malformed)
+        Err(NotPlain)
     }
 
-    fn take(&mut self, length: u64) -> Result<&'a [u8], Malformed> {
-        let length = usize::try_from(length).map_err(|_| Malformed)?;
-        let (taken, rest) = self.0.split_at_checked(length).ok_or(Malformed)?;
+    fn take(&mut self, length: u64) -> Result<&'a [u8], NotPlain> {
+        let length = usize::try_from(length).map_err(|_| NotPlain)?;
+        let (taken, rest) = self.0.split_at_checked(length).ok_or(NotPlain)?;
         self.0 = rest;
         Ok(taken)
     }
 
-    fn field(&mut self) -> Result<(u64, Field<'a>), Malformed> {
+    fn field(&mut self) -> Result<(u64, Field<'a>), NotPlain> {
         let key = self.number()?;
+        let number = key >> 3;
+        if number == 0 || key > u64::from(u32::MAX) {
+            return Err(NotPlain);
+        }
         let value = match key & 7 {
             VARINT => Field::Number(self.number()?),
             LENGTH => {
@@ -83,14 +92,14 @@ impl<'a> Fields<'a> {
             }
             FIXED_64 => self.take(8).map(|_| Field::Other)?,
             FIXED_32 => self.take(4).map(|_| Field::Other)?,
-            _ => return Err(Malformed),
+            _ => return Err(NotPlain),
         };
-        Ok((key >> 3, value))
+        Ok((number, value))
     }
 }
 
 impl<'a> Iterator for Fields<'a> {
-    type Item = Result<(u64, Field<'a>), Malformed>;
+    type Item = Result<(u64, Field<'a>), NotPlain>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.0.is_empty() {
@@ -102,6 +111,14 @@ impl<'a> Iterator for Fields<'a> {
         }
         Some(field)
     }
+}
+
+/// Notes a value that may occur once.
+///
+/// # Errors
+/// If it occurs again.
+pub(super) fn once<T>(slot: &mut Option<T>, value: T) -> Result<(), NotPlain> {
+    slot.replace(value).map_or(Ok(()), |_| Err(NotPlain))
 }
 
 /// A message to a gateway: its fields, and the body at its end, which is not copied until it is sent.
