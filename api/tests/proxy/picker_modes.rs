@@ -7,7 +7,9 @@ use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessa
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingMode, ProcessingRequest};
 use api::proxy::{Charges, ProxySettings, RequestOutcome};
-use tonic::{Code, Status};
+use bytes::Bytes;
+use prost::Message as _;
+use tonic::Code;
 
 use super::engine::{DONE, delta};
 use super::fleet::Fleet;
@@ -16,14 +18,20 @@ use super::picking::{
     plain, reply, start, start_with, upload,
 };
 
-const STREAMED: BodySendMode = BodySendMode::Streamed;
-const BUFFERED: BodySendMode = BodySendMode::Buffered;
+pub(super) const STREAMED: BodySendMode = BodySendMode::Streamed;
+pub(super) const BUFFERED: BodySendMode = BodySendMode::Buffered;
+
+/// Starts a picker for gateways that let it override the mode of request bodies.
+async fn overriding() -> (Fleet, ConnectedPicker) {
+    let engines = engines().await;
+    let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
+    let picking = ConnectedPicker::overriding(&fleet).await;
+    (fleet, picking)
+}
 
 #[tokio::test]
 async fn the_response_body_mode_is_sent_again() {
-    let engines = engines().await;
-    let (fleet, _) = start(&engines).await;
-    let picking = ConnectedPicker::overriding(&fleet).await;
+    let (fleet, picking) = overriding().await;
     for answers in [STREAMED, BUFFERED] {
         let mut talk = picking.open();
         talk.say_with(head(), modes(STREAMED, answers, false)).await;
@@ -39,9 +47,7 @@ async fn the_response_body_mode_is_sent_again() {
 
 #[tokio::test]
 async fn a_gateway_that_ignores_modes_gets_a_configuration_hint() {
-    let engines = engines().await;
-    let (fleet, _) = start(&engines).await;
-    let picking = ConnectedPicker::overriding(&fleet).await;
+    let (fleet, picking) = overriding().await;
     let (half, rest) = CHAT.split_at(30);
     for pieces in [[half, rest], [CHAT, ""]] {
         let mut talk = picking.open();
@@ -81,9 +87,7 @@ async fn streamed_requests_are_refused_unless_overrides_are_allowed() {
 
 #[tokio::test]
 async fn no_override_is_requested_beside_responses_in_full_duplex() {
-    let engines = engines().await;
-    let (fleet, _) = start(&engines).await;
-    let picking = ConnectedPicker::overriding(&fleet).await;
+    let (fleet, picking) = overriding().await;
     let mut talk = picking.open();
     talk.say_with(
         head(),
@@ -97,9 +101,7 @@ async fn no_override_is_requested_beside_responses_in_full_duplex() {
 
 #[tokio::test]
 async fn a_waiting_head_keeps_no_destination_and_no_key_of_the_client() {
-    let engines = engines().await;
-    let (fleet, _) = start(&engines).await;
-    let picking = ConnectedPicker::overriding(&fleet).await;
+    let (fleet, picking) = overriding().await;
     let secret = api::users::api_keys::NewSecret::draw();
     for mode in [STREAMED, BUFFERED] {
         let mut told = head_of("POST", "/v1/chat/completions", false);
@@ -126,7 +128,7 @@ async fn a_waiting_head_keeps_no_destination_and_no_key_of_the_client() {
 }
 
 /// Sends a piece of the response's body and returns what the client gets for it.
-async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
+pub(super) async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
     talk.say(piece.clone()).await;
     let mutation = body_of(talk.next().await).body_mutation;
     match mutation.and_then(|it| it.mutation) {
@@ -207,22 +209,26 @@ async fn an_unreadable_message_ends_the_stream_with_an_error() {
     let engines = engines().await;
     let fleet = Fleet::start(&[&engines[0]]).await;
     let picking = InProcessPicker::of(&fleet);
-    let unread = Status::internal("failed to decode Protobuf message");
-    let mut talk = picking.hear_out(vec![Err(unread.clone())]).unwrap();
-    assert_eq!(talk.fails().await.code(), Code::InvalidArgument);
     let first = ProcessingRequest {
         request: Some(head()),
         ..plain()
     };
-    let mut talk = picking.hear_out(vec![Ok(first), Err(unread)]).unwrap();
-    let why = talk.fails().await;
-    assert_eq!(why.code(), Code::InvalidArgument);
-    assert!(why.message().contains("failed to decode"), "{why}");
+    // The length of a field is more than what follows.
+    let unread = Bytes::from_static(&[0x12, 5, 1]);
+    for messages in [
+        vec![unread.clone()],
+        vec![first.encode_to_vec().into(), unread],
+    ] {
+        let why = picking.hear_out(messages).unwrap().fails().await;
+        assert_eq!(why.code(), Code::InvalidArgument);
+        assert!(why.message().contains("malformed"), "{why}");
+    }
     fleet.is_idle().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
     // A gateway whose connection is gone receives nothing.
-    let gone = vec![Err(Status::cancelled("reset"))];
-    picking.hear_out(gone).unwrap().is_over().await;
+    let mut gone = picking.open().unwrap();
+    gone.say = None;
+    gone.is_over().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
 }
 

@@ -72,17 +72,14 @@ impl InProcessPicker {
 
     pub(super) fn open(&self) -> Result<Talk, Status> {
         let (say, said) = mpsc::channel(64);
-        let said = ReceiverStream::new(said).map(Ok);
-        let heard = self.follow(said)?;
+        let said = ReceiverStream::new(said);
+        let heard = self.follow(said.map(|it: ProcessingRequest| it.encode_to_vec().into()))?;
         let say = Some(say);
         Ok(Talk { say, heard })
     }
 
-    /// Opens a stream with these messages or errors, which the gateway then keeps open.
-    pub(super) fn hear_out(
-        &self,
-        messages: Vec<Result<ProcessingRequest, Status>>,
-    ) -> Result<Talk, Status> {
+    /// Opens a stream with these encoded messages, which the gateway then keeps open.
+    pub(super) fn hear_out(&self, messages: Vec<Bytes>) -> Result<Talk, Status> {
         let said = stream::iter(messages).chain(stream::pending());
         let heard = self.follow(said)?;
         Ok(Talk { say: None, heard })
@@ -90,11 +87,10 @@ impl InProcessPicker {
 
     fn follow(
         &self,
-        said: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,
+        said: impl Stream<Item = Bytes> + Send + 'static,
     ) -> Result<BoxStream<'static, Result<ProcessingResponse, Status>>, Status> {
         let peer = http::HeaderValue::from_static("127.0.0.1");
-        let said = said.map(|message| message.map(|it| it.encode_to_vec().into()));
-        let heard = self.picker.follow(said, peer)?;
+        let heard = self.picker.follow(said.map(Ok), peer)?;
         let read = |message: PickerMessage| ProcessingResponse::decode(message.encoded());
         Ok(heard.map(move |it| it.map(|it| read(it).unwrap())).boxed())
     }

@@ -16,7 +16,7 @@ use super::ext_proc::{
     self, BodySendMode, HeaderMutation, HttpBody, HttpHeaders, HttpTrailers, Metadata,
     ProcessingRequest, ProtocolConfiguration,
 };
-use super::frames::MessageCount;
+use super::frames::MessageReader;
 use super::gateway_message::{GatewayMessage, ToldPart};
 use super::heads::HeadChange;
 use super::own_reply::ReplyCause;
@@ -32,7 +32,7 @@ const MESSAGE_BYTES_MAX: usize = 4096;
 /// Parses a gateway's message. Its head must be within the limits, a mutation of the head must have
 /// the intended result, and the frames of a stream must hold no more than they may.
 pub fn gateway_message(bytes: &[u8]) {
-    count(bytes);
+    frames(bytes);
     let Ok(message) = GatewayMessage::read(&Bytes::copy_from_slice(bytes)) else {
         return;
     };
@@ -76,22 +76,27 @@ pub fn gateway_message(bytes: &[u8]) {
     }
 }
 
-/// Counts a stream in frames of the length that its first byte gives.
-fn count(bytes: &[u8]) {
+/// Reads a stream in frames of the length that its first byte gives.
+fn frames(bytes: &[u8]) {
     const HELD_MAX: u64 = 3000;
     let Some((first, stream)) = bytes.split_first() else {
         return;
     };
     let all: Arc<AtomicU64> = Arc::default();
     let held = HeldBodyBytes::none(&all, HELD_MAX);
-    let mut count = MessageCount::new(held, MESSAGE_BYTES_MAX);
-    for data in stream.chunks(usize::from(*first) + 1) {
-        if count.take_in(data).is_err() {
-            break;
+    let mut reader = MessageReader::new(held, MESSAGE_BYTES_MAX);
+    'stream: for data in stream.chunks(usize::from(*first) + 1) {
+        let mut data = Bytes::copy_from_slice(data);
+        loop {
+            match reader.take(&mut data) {
+                Ok(Some(message)) => assert!(message.len() <= MESSAGE_BYTES_MAX),
+                Ok(None) => break,
+                Err(_) => break 'stream,
+            }
         }
         assert!(all.load(Relaxed) <= HELD_MAX);
     }
-    drop(count);
+    drop(reader);
     assert_eq!(all.load(Relaxed), 0);
 }
 

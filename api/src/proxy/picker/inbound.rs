@@ -79,23 +79,8 @@ pub(super) fn override_ignored() -> StreamHalt {
     ))
 }
 
-/// Returns the halt for a message that could not be decoded.
-fn unread(why: &Status) -> StreamHalt {
-    StreamHalt::Broken(match why.code() {
-        Code::OutOfRange => {
-            Status::resource_exhausted("a message is longer than limits.max_body allows")
-        }
-        // The module `frames` returns this code.
-        Code::Unavailable => why.clone(),
-        Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
-            Status::invalid_argument(format!("a message cannot be read: {}", why.message()))
-        }
-        // The connection is gone, or the stream was reset.
-        _ => return StreamHalt::Left,
-    })
-}
-
-/// Messages of the gateway in one stream.
+/// Messages of the gateway in one stream. It ends when the gateway has left, and an error is that of
+/// a message that could not be read.
 pub(super) struct GatewayMessages {
     messages: BoxStream<'static, Result<Bytes, Status>>,
 }
@@ -131,8 +116,8 @@ impl GatewayMessages {
 
 fn read(next: Option<Result<Bytes, Status>>) -> Result<GatewayMessage, StreamHalt> {
     let message = next.ok_or(StreamHalt::Left)?;
-    let message = message.map_err(|why| unread(&why))?;
-    GatewayMessage::read(&message).map_err(StreamHalt::Broken)
+    let message = message.and_then(|message| GatewayMessage::read(&message));
+    message.map_err(StreamHalt::Broken)
 }
 
 impl BodyModes {

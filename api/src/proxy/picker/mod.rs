@@ -10,7 +10,7 @@
 //! | --- | --- |
 //! | `server` | connections, and how they are drained |
 //! | `service` | the gRPC services: external processing and health |
-//! | `frames` | bounds for incomplete messages |
+//! | `frames` | gRPC's framing of messages, and bounds for incomplete ones |
 //! | `wire` | protobuf: fields of messages, read in place and written at once |
 //! | `stream` | one stream: from a request's head to the end of its response |
 //! | `opening` | the beginning of a stream: the request's head and body |

@@ -37,8 +37,6 @@ const DRAIN_GRACE: Duration = Duration::from_millis(250);
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 /// HTTP/2 flow-control window of a connection, in bytes.
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
-/// Maximum length of a message without its body, in bytes.
-const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
 
 /// Response to a gateway that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
@@ -252,8 +250,8 @@ impl GatewayConnection {
     }
 
     fn builder(&self) -> http2::Builder<TokioExecutor> {
-        let settings = &self.picker.proxy.settings;
-        let (limits, timeouts) = (&settings.limits, &settings.timeouts);
+        let proxy = &self.picker.proxy;
+        let (limits, timeouts) = (proxy.limits.load(), &proxy.settings.timeouts);
         let streams_max = limits.requests().saturating_add(limits.reading());
         let mut builder = http2::Builder::new(TokioExecutor::new());
         builder
@@ -270,13 +268,10 @@ impl GatewayConnection {
 
     fn service(&self) -> PickerService {
         let peer = HeaderValue::from_str(&self.peer.to_string());
-        let body_max = self.picker.proxy.limits.load().body_bytes_max;
-        let body_max = usize::try_from(body_max).unwrap_or(usize::MAX);
         PickerService {
             picker: Arc::clone(&self.picker),
             peer: peer.expect("an address is visible ascii"),
             drain: self.drain.clone(),
-            message_max: body_max.saturating_add(MESSAGE_EXTRA_BYTES),
         }
     }
 }

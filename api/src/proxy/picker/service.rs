@@ -19,7 +19,6 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body as GrpcBody;
-use tonic::codec::{EncodeBody, SingleMessageCompressionOverride, Streaming};
 use tonic::metadata::GRPC_CONTENT_TYPE;
 use tonic::{Request, Response, Status};
 use tonic_health::pb::health_check_response::ServingStatus;
@@ -28,12 +27,11 @@ use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 use tower::Service as _;
 
 use super::ext_proc::external_processor_server::SERVICE_NAME;
-use super::frames::CountedMessages;
+use super::frames::{GatewayFrames, PickerFrames};
 use super::inbound::GatewayMessages;
 use super::outbound::PickerMessages;
 use super::stream::PickerStream;
 use super::stream_meter::StreamMeter;
-use super::wire::WholeMessages;
 use super::{Picker, PickerAnswers};
 
 /// Maximum number of messages in a stream that wait for the gateway.
@@ -58,8 +56,6 @@ pub(super) struct PickerService {
     pub(super) peer: HeaderValue,
     /// Cancelled when this replica stops. This ends all health watches.
     pub(super) drain: CancellationToken,
-    /// Maximum length of a message, in bytes. The decoder rejects longer ones before it allocates.
-    pub(super) message_max: usize,
 }
 
 impl Picker {
@@ -111,49 +107,43 @@ impl Picker {
     }
 }
 
-type GrpcResponse = HttpResponse<GrpcBody>;
+/// Response to a call. Errors are statuses in it.
+type Served = Result<HttpResponse<GrpcBody>, Infallible>;
 
 impl PickerService {
-    /// Serves one call of a gateway.
-    fn serve(&self, request: http::Request<Incoming>) -> BoxFuture<'static, GrpcResponse> {
-        if request.uri().path() != PROCESS {
-            // It knows its own methods, and rejects any other.
-            let health = HealthServer::new(self.clone());
-            let mut health = health.max_decoding_message_size(HEALTH_BYTES_MAX);
-            let responds = health.call(request);
-            return responds.map(|Ok(response)| response).boxed();
-        }
-        let messages = CountedMessages::of(request.into_body(), &self.picker, self.message_max);
-        let longest = Some(self.message_max);
-        let messages = Streaming::new_request(WholeMessages, messages, None, longest);
+    /// Serves a call of external processing.
+    fn process(&self, messages: Incoming) -> BoxFuture<'static, Served> {
+        let messages = GatewayFrames::of(messages, &self.picker);
         let answers = self.picker.follow(messages, self.peer.clone());
         async move {
             let begun = match answers {
                 Ok(answers) => answers.begun().await,
                 Err(refused) => Err(refused),
             };
-            begun.map_or_else(Status::into_http, |answers| {
-                let uncompressed = SingleMessageCompressionOverride::default();
-                let messages =
-                    EncodeBody::new_server(WholeMessages, answers, None, uncompressed, longest);
-                let mut response = HttpResponse::new(GrpcBody::new(messages));
+            Ok(begun.map_or_else(Status::into_http, |answers| {
+                let mut response = HttpResponse::new(GrpcBody::new(PickerFrames::of(answers)));
+                let headers = response.headers_mut();
+                headers.insert(CONTENT_TYPE, GRPC_CONTENT_TYPE);
                 response
-                    .headers_mut()
-                    .insert(CONTENT_TYPE, GRPC_CONTENT_TYPE);
-                response
-            })
+            }))
         }
         .boxed()
     }
 }
 
 impl hyper::service::Service<http::Request<Incoming>> for PickerService {
-    type Response = GrpcResponse;
+    type Response = HttpResponse<GrpcBody>;
     type Error = Infallible;
-    type Future = BoxFuture<'static, Result<GrpcResponse, Infallible>>;
+    type Future = BoxFuture<'static, Served>;
 
     fn call(&self, request: http::Request<Incoming>) -> Self::Future {
-        self.serve(request).map(Ok).boxed()
+        if request.uri().path() == PROCESS {
+            return self.process(request.into_body());
+        }
+        // It knows its own methods, and rejects any other.
+        let health = HealthServer::new(self.clone());
+        let mut health = health.max_decoding_message_size(HEALTH_BYTES_MAX);
+        health.call(request)
     }
 }
 

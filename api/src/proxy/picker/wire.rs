@@ -3,9 +3,8 @@
 //! takes ten messages; decoding them to types with a string per header, and back, took a sixth of its
 //! instructions.
 
-use bytes::{BufMut, Bytes};
+use bytes::Bytes;
 use tonic::Status;
-use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
 /// Wire types of fields.
 const VARINT: u64 = 0;
@@ -14,8 +13,12 @@ const LENGTH: u64 = 2;
 const FIXED_32: u64 = 5;
 /// Maximum length of a number, in bytes.
 const VARINT_BYTES_MAX: usize = 10;
+/// Length of what precedes a message in gRPC: a compression flag and the message's length.
+pub(super) const PREFIX_BYTES: usize = 5;
 /// Initial capacity of a message without its body, in bytes.
 const START_BYTES: usize = 256;
+/// Maximum length of a body that is copied to be sent with its message, in bytes.
+const COPIED_BYTES_MAX: usize = 8 << 10;
 
 /// Error of bytes that are no plain message: they are malformed, or have what no gateway sends (groups,
 /// or a value in several parts) and what only the protocol's own types read.
@@ -124,6 +127,7 @@ pub(super) fn once<T>(slot: &mut Option<T>, value: T) -> Result<(), NotPlain> {
 /// A message to a gateway: its fields, and the body at its end, which is not copied until it is sent.
 #[derive(Debug)]
 pub struct PickerMessage {
+    /// The prefix, which is written last, and the fields.
     start: Vec<u8>,
     body: Bytes,
     /// Whether the stream ends with it.
@@ -132,8 +136,10 @@ pub struct PickerMessage {
 
 impl PickerMessage {
     pub(super) fn new() -> Self {
+        let mut start = Vec::with_capacity(START_BYTES);
+        start.resize(PREFIX_BYTES, 0);
         Self {
-            start: Vec::with_capacity(START_BYTES),
+            start,
             body: Bytes::new(),
             is_last: false,
         }
@@ -184,10 +190,31 @@ impl PickerMessage {
         put_number(&mut self.start, length as u64);
     }
 
-    /// Returns the message as it is sent.
+    /// Returns the message without its prefix.
     #[must_use]
     pub fn encoded(&self) -> Bytes {
-        Bytes::from([&self.start, &self.body[..]].concat())
+        Bytes::from([&self.start[PREFIX_BYTES..], &self.body[..]].concat())
+    }
+
+    /// Appends the message to `data` as gRPC sends it. Returns its body if that is too long to be
+    /// copied; the body then follows `data`.
+    ///
+    /// # Errors
+    /// Returns the status that ends the stream if the message is too long for gRPC.
+    pub(super) fn sent_after(mut self, data: &mut Vec<u8>) -> Result<Bytes, Status> {
+        let length = self.start.len() - PREFIX_BYTES + self.body.len();
+        let why = "a body of 4 GiB does not fit into a message";
+        let length = u32::try_from(length).map_err(|_| Status::resource_exhausted(why))?;
+        self.start[1..PREFIX_BYTES].copy_from_slice(&length.to_be_bytes());
+        match data.is_empty() {
+            true => *data = self.start,
+            false => data.extend_from_slice(&self.start),
+        }
+        if self.body.len() > COPIED_BYTES_MAX {
+            return Ok(self.body);
+        }
+        data.extend_from_slice(&self.body);
+        Ok(Bytes::new())
     }
 }
 
@@ -197,44 +224,4 @@ fn put_number(bytes: &mut Vec<u8>, mut number: u64) {
         number >>= 7;
     }
     bytes.push(number as u8);
-}
-
-/// Codec of whole messages: reads their bytes, and writes messages of the picker.
-pub(super) struct WholeMessages;
-
-impl Codec for WholeMessages {
-    type Encode = PickerMessage;
-    type Decode = Bytes;
-    type Encoder = Self;
-    type Decoder = Self;
-
-    fn encoder(&mut self) -> Self {
-        Self
-    }
-
-    fn decoder(&mut self) -> Self {
-        Self
-    }
-}
-
-impl Encoder for WholeMessages {
-    type Item = PickerMessage;
-    type Error = Status;
-
-    fn encode(&mut self, said: PickerMessage, to: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        to.reserve(said.start.len() + said.body.len());
-        to.put_slice(&said.start);
-        to.put_slice(&said.body);
-        Ok(())
-    }
-}
-
-impl Decoder for WholeMessages {
-    type Item = Bytes;
-    type Error = Status;
-
-    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
-        use bytes::Buf as _;
-        Ok(Some(from.copy_to_bytes(from.remaining())))
-    }
 }
