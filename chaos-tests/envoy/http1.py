@@ -150,6 +150,9 @@ class Spy:
             def do_refuse(self):
                 self.plain(400, b'{"error":{"message":"no","type":"invalid_request_error","code":400}}')
 
+            def do_refuse_at_length(self):
+                self.plain(400, b"no, " * 500_000)
+
             def do_busy(self):
                 self.plain(503, b'{"error":{"message":"full","code":503}}', retry_after="7")
 

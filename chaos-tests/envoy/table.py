@@ -109,6 +109,7 @@ REQUESTS = {
     },
     400: {
         "a refusal of the engine": post(chat("refuse")),
+        "a refusal of 2 MB": post(chat("refuse_at_length")),
         "malformed JSON": post(b'{"model":'),
         "no body": post(b""),
         "no JSON": post(b"x" * 200),

@@ -33,6 +33,7 @@ mod limits;
 mod liveness;
 mod panic;
 mod picker;
+mod picker_answers;
 mod picker_grpc;
 mod picker_modes;
 mod picker_offers;

@@ -35,12 +35,14 @@ pub(super) struct RelayedAnswer {
     pub(super) held_back: Duration,
     /// Maximum silence of the gateway after the engine's part is complete.
     pub(super) idle: Duration,
+    /// Whether the relay leaves out what follows.
+    pub(super) is_cut: bool,
 }
 
 impl RelayedAnswer {
     /// Relays the body to its end in the gateway's `mode`.
     pub(super) async fn pass(
-        self,
+        mut self,
         mode: BodyMode,
         inbound: &mut GatewayMessages,
         out: &PickerMessages,
@@ -49,7 +51,10 @@ impl RelayedAnswer {
             return Ok(());
         }
         match mode {
-            BodyMode::Duplex => self.stream(inbound, out).await,
+            BodyMode::Duplex => {
+                let passed = self.stream(inbound, out).await;
+                passed.inspect_err(|_| self.count())
+            }
             BodyMode::Streamed | BodyMode::StreamedEarly => self.step(false, inbound, out).await,
             BodyMode::Buffered => self.step(true, inbound, out).await,
         }
@@ -57,11 +62,12 @@ impl RelayedAnswer {
 
     /// Relays the body in pieces that both sides send independently.
     async fn stream(
-        mut self,
+        &mut self,
         inbound: &mut GatewayMessages,
         out: &PickerMessages,
     ) -> Result<(), StreamHalt> {
         let (mut is_read, mut has_trailers) = (false, false);
+        let mut halt = None;
         loop {
             tokio::select! {
                 biased;
@@ -75,19 +81,20 @@ impl RelayedAnswer {
                         break;
                     }
                 }
+                // What came before it has passed.
+                Some(halt) = async { halt.take() } => return Err(halt),
                 message = inbound.next(), if !is_read => {
-                    let told = self.take_in(message?)?;
-                    (is_read, has_trailers) = (told.ends, told.has_trailers);
+                    let mut told = self.take_in(message);
                     // The end of a body often comes in a message right after its last piece, and
                     // can then go back with it.
-                    let next = match is_read {
-                        true => None,
-                        false => inbound.next().now_or_never(),
-                    };
-                    if let Some(next) = next {
-                        let told = next.and_then(|message| self.take_in(message));
-                        let told = told.inspect_err(|_| self.count())?;
-                        (is_read, has_trailers) = (told.ends, told.has_trailers);
+                    if let Ok(BodyEnd { ends: false, .. }) = told
+                        && let Some(next) = inbound.next().now_or_never()
+                    {
+                        told = self.take_in(next);
+                    }
+                    match told {
+                        Ok(told) => (is_read, has_trailers) = (told.ends, told.has_trailers),
+                        Err(why) => halt = Some(why),
                     }
                 },
             }
@@ -102,8 +109,8 @@ impl RelayedAnswer {
     }
 
     /// Takes in what a message tells of a body that streams.
-    fn take_in(&self, message: GatewayMessage) -> Result<BodyEnd, StreamHalt> {
-        let (ends, has_trailers) = match message.told {
+    fn take_in(&self, message: Result<GatewayMessage, StreamHalt>) -> Result<BodyEnd, StreamHalt> {
+        let (ends, has_trailers) = match message?.told {
             ToldPart::ResponseBody(piece) => {
                 self.writer.push(piece.body);
                 (piece.end_of_stream, false)
@@ -172,13 +179,18 @@ impl RelayedAnswer {
     /// Returns the replacement of a piece. Whether trailers follow the last piece is known only
     /// after the reply to it. What is withheld to the end of a response therefore waits for its
     /// charge as soon as the response is complete.
-    async fn passed(&self, piece: Bytes, is_last: bool) -> Result<Bytes, StreamHalt> {
+    async fn passed(&mut self, piece: Bytes, is_last: bool) -> Result<Bytes, StreamHalt> {
+        if self.is_cut {
+            return Ok(Bytes::new());
+        }
         if self.is_over() {
             return Ok(piece);
         }
         self.writer.push(piece);
         let mut passed = ReleasedBytes::default();
         self.ready(&mut passed)?;
+        // It ended the response before the gateway did, as it does with a long error.
+        self.is_cut = self.is_over();
         if is_last || lock(&self.answer).is_withholding() {
             self.rest(&mut passed).await?;
         }

@@ -276,6 +276,7 @@ impl PickerStream {
             is_bodiless: head.is_over,
             held_back: proxy.settings.timeouts.held_back,
             idle: proxy.settings.timeouts.answer_idle,
+            is_cut: false,
         };
         if let Some(mut request_metrics) = accounting.request_metrics.take() {
             request_metrics.answered(head.status);
