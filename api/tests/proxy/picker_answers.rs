@@ -70,7 +70,7 @@ async fn a_long_error_ends_at_its_limit_in_every_mode() {
 }
 
 #[tokio::test]
-async fn what_precedes_an_unexpected_message_passes() {
+async fn a_piece_before_an_unexpected_message_passes() {
     let engines = engines().await;
     let fleet = Fleet::start(&[&engines[0]]).await;
     let picking = InProcessPicker::of(&fleet);

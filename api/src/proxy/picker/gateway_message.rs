@@ -66,10 +66,10 @@ impl GatewayMessage {
     /// Returns the error that ends the stream if the message is malformed, or none that a picker
     /// can respond to.
     pub(super) fn read(message: &Bytes) -> Result<Self, Status> {
-        let read = MessageParts::plain(message).or_else(|NotPlain| {
+        let read = PlainParts::plain(message).or_else(|NotPlain| {
             // The protocol's own types gather what is in several parts and drop what is unknown.
             let read = ProcessingRequest::decode(&message[..]).map_err(|_| NotPlain)?;
-            MessageParts::plain(&read.encode_to_vec().into())
+            PlainParts::plain(&read.encode_to_vec().into())
         });
         let read = read.map_err(|NotPlain| {
             Status::invalid_argument("a message cannot be read: it is malformed")
@@ -93,7 +93,7 @@ impl GatewayMessage {
 
 /// Parts of a message, as far as it has them.
 #[derive(Default)]
-struct MessageParts {
+struct PlainParts {
     told: Option<ToldPart>,
     metadata: Option<Bytes>,
     details: Option<String>,
@@ -101,7 +101,7 @@ struct MessageParts {
     is_observed: bool,
 }
 
-impl MessageParts {
+impl PlainParts {
     /// Reads a message of which each part is in one place.
     fn plain(message: &Bytes) -> Result<Self, NotPlain> {
         let mut parts = Self::default();
