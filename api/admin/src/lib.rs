@@ -49,6 +49,7 @@ mod replicas;
 mod restore;
 mod roles;
 mod routes;
+mod session_trees;
 mod sessions;
 mod stream;
 mod tokens;

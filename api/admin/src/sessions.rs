@@ -1,6 +1,7 @@
 //! Sessions of agents and chats: what the cluster knows of each, and their trees. Names of sessions
 //! are not stored; an id is a hash.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::Registry;
 use state::command::Command;
-use state::ids::{AgentSessionKey, LogIndex, ModelKey, UserKey};
+use state::ids::{AgentSessionKey, BackendRef, LogIndex, ModelKey, UserKey};
 use state::prefix::user_key;
 use state::trees::{AgentSession, SessionTree, TreesView, TurnUsage};
 
@@ -51,7 +52,7 @@ struct SessionDetail {
 
 /// Tokens of turns that ended.
 #[derive(Serialize, JsonSchema)]
-struct TurnTokens {
+pub(super) struct TurnTokens {
     /// Prompt tokens that engines computed.
     input_uncached: u64,
     /// Prompt tokens that engines found in their caches.
@@ -62,7 +63,7 @@ struct TurnTokens {
 }
 
 impl TurnTokens {
-    fn of(usage: &TurnUsage) -> Self {
+    pub(super) fn of(usage: &TurnUsage) -> Self {
         let input = usage.input();
         let share = || usage.input_cached as f64 / input as f64;
         Self {
@@ -127,11 +128,12 @@ pub(super) struct SessionQuery {
     cursor: Option<String>,
 }
 
-/// Position of a session in the list: sessions used later come before it.
-type Position = (u64, AgentSessionKey);
+/// Position of a session or tree in a list: what it is ordered by, and its key. Higher ones come
+/// first.
+pub(super) type Position = (u64, AgentSessionKey);
 
 /// What makes names of the hashes in sessions.
-struct SessionNaming {
+pub(super) struct SessionNaming {
     users: BTreeMap<UserKey, String>,
     models: BTreeMap<ModelKey, String>,
     registry: Arc<Registry>,
@@ -139,7 +141,7 @@ struct SessionNaming {
 }
 
 impl SessionNaming {
-    fn of(admin: &Admin, keys: &BTreeSet<UserKey>) -> Self {
+    pub(super) fn of(admin: &Admin, keys: &BTreeSet<UserKey>) -> Self {
         let registry = admin.view.registry();
         let mut users = BTreeMap::new();
         admin.cluster.with_state(&mut |state| {
@@ -154,19 +156,32 @@ impl SessionNaming {
         }
     }
 
-    fn detail(&self, key: AgentSessionKey, session: &AgentSession) -> SessionDetail {
+    pub(super) fn user(&self, key: UserKey) -> Option<String> {
+        self.users.get(&key).cloned()
+    }
+
+    pub(super) fn backend(&self, home: BackendRef) -> Option<String> {
         let mut backends = self.registry.backends.iter();
-        let home = backends.find(|it| it.handle == session.home);
+        let named = backends.find(|it| it.handle == home);
+        named.map(|it| it.spec.id.clone())
+    }
+
+    /// Returns the time since `at_ms`, both in replicated milliseconds.
+    pub(super) fn since_ms(&self, at_ms: u64) -> u64 {
+        self.now_ms.saturating_sub(at_ms)
+    }
+
+    fn detail(&self, key: AgentSessionKey, session: &AgentSession) -> SessionDetail {
         SessionDetail {
             id: key.to_string(),
             parent: session.parent.map(|parent| parent.to_string()),
             root: session.root.to_string(),
-            user: self.users.get(&session.user).cloned(),
+            user: self.user(session.user),
             user_key: key_text(session.user),
             model: self.models.get(&session.model).cloned(),
-            home: home.map(|it| it.spec.id.clone()),
-            age_ms: self.now_ms.saturating_sub(session.begun_ms),
-            idle_ms: self.now_ms.saturating_sub(session.used_ms),
+            home: self.backend(session.home),
+            age_ms: self.since_ms(session.begun_ms),
+            idle_ms: self.since_ms(session.used_ms),
             turns: session.turns,
             tokens: session.tokens,
             usage: TurnTokens::of(&session.usage),
@@ -193,28 +208,20 @@ pub(super) async fn list(
         let named = backends.find(|it| it.spec.id == id);
         named.map(|it| it.handle)
     });
-    let mut found: Vec<(Position, &AgentSession)> = trees
+    let found = trees
         .sessions()
         .filter(|(_, it)| user.is_none_or(|user| it.user == user))
         .filter(|(_, it)| home.is_none_or(|home| home == Some(it.home)))
-        .map(|(key, it)| ((it.used_ms, key), it))
-        .filter(|(position, _)| after.is_none_or(|after| *position < after))
-        .collect();
-    let has_more = found.len() > limit;
-    if has_more {
-        found.select_nth_unstable_by_key(limit, |(position, _)| std::cmp::Reverse(*position));
-        found.truncate(limit);
-    }
-    found.sort_unstable_by_key(|(position, _)| std::cmp::Reverse(*position));
+        .map(|(key, it)| ((it.used_ms, key), it));
+    let (found, next_cursor) = page_of(found, after, limit);
     let users = found.iter().map(|(_, it)| it.user).collect();
     let names = SessionNaming::of(&admin, &users);
     let (sessions_total, trees_total) = trees.counts();
-    let last = found.last().filter(|_| has_more);
     Ok(Answer(SessionList {
         index,
         sessions_total,
         trees_total,
-        next_cursor: last.map(|(position, _)| cursor_text(*position)),
+        next_cursor,
         sessions: found
             .iter()
             .map(|((_, key), it)| names.detail(*key, it))
@@ -239,9 +246,9 @@ pub(super) async fn show(
     Ok(Answer(TreeResponse {
         index,
         root: root.to_string(),
-        user: names.users.get(&tree.user).cloned(),
+        user: names.user(tree.user),
         user_key: key_text(tree.user),
-        age_ms: names.now_ms.saturating_sub(tree.begun_ms),
+        age_ms: names.since_ms(tree.begun_ms),
         turns: tree.turns,
         usage: TurnTokens::of(&tree.usage),
         sessions_total: tree.sessions,
@@ -262,7 +269,7 @@ fn in_order<'a>(
     let of_tree = trees.sessions().filter(|(_, it)| it.root == root);
     let mut members: Vec<_> = of_tree.take(tree.sessions as usize).collect();
     // The youngest first, as they are taken from the end.
-    members.sort_unstable_by_key(|(key, it)| std::cmp::Reverse((it.begun_ms, *key)));
+    members.sort_unstable_by_key(|(key, it)| Reverse((it.begun_ms, *key)));
     let known: BTreeSet<_> = members.iter().map(|(key, _)| *key).collect();
     let mut children = BTreeMap::<_, Vec<_>>::new();
     for (key, session) in members {
@@ -313,14 +320,31 @@ fn hex(text: &str) -> Option<u64> {
     u64::from_str_radix(text, 16).ok().filter(|_| is_hex)
 }
 
-fn cursor_text((used_ms, key): Position) -> String {
-    format!("{used_ms:016x}-{key}")
+/// Returns the `limit` entries with the highest positions below `after`, the highest first, and the
+/// cursor of the next page.
+pub(super) fn page_of<T>(
+    entries: impl Iterator<Item = (Position, T)>,
+    after: Option<Position>,
+    limit: usize,
+) -> (Vec<(Position, T)>, Option<String>) {
+    let below = entries.filter(|(position, _)| after.is_none_or(|after| *position < after));
+    let mut page: Vec<_> = below.collect();
+    let has_more = page.len() > limit;
+    if has_more {
+        page.select_nth_unstable_by_key(limit, |(position, _)| Reverse(*position));
+        page.truncate(limit);
+    }
+    page.sort_unstable_by_key(|(position, _)| Reverse(*position));
+    let last = page.last().filter(|_| has_more);
+    let next = last.map(|((amount, key), _)| format!("{amount:016x}-{key}"));
+    (page, next)
 }
 
-fn position_of(cursor: &str) -> Result<Position, Problem> {
+/// Reads the cursor that [`page_of`] returned.
+pub(super) fn position_of(cursor: &str) -> Result<Position, Problem> {
     let read = || {
-        let (used_ms, key) = cursor.split_once('-')?;
-        Some((hex(used_ms)?, AgentSessionKey(hex(key)?)))
+        let (amount, key) = cursor.split_once('-')?;
+        Some((hex(amount)?, AgentSessionKey(hex(key)?)))
     };
     read().ok_or_else(|| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))
 }

@@ -8,7 +8,7 @@ use super::super::describe::served;
 use super::super::{
     admission, audit, backends, backup, bins, cluster, config, console, decisions, discovery,
     explain, keys, log_level, openapi, ownership, policy, prefixes, probes, reload, replicas,
-    restore, sessions, stream, user_defaults, users, waiting, whoami,
+    restore, session_trees, sessions, stream, user_defaults, users, waiting, whoami,
 };
 use super::call::{ADMIN, OPEN, OPERATOR, SCRAPE, VIEWER, delete, get, post, put};
 use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDING, WHAT_IF};
@@ -330,6 +330,15 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             )
             .fails(&[NOT_FOUND]),
         ],
+    },
+    RouteInfo {
+        path: "/admin/v1/session-trees",
+        calls: &[get(
+            "listSessionTrees",
+            VIEWER,
+            "Trees of sessions with their figures and homes, those used last first.",
+            || served(session_trees::list),
+        )],
     },
     RouteInfo {
         path: "/admin/v1/waiting",

@@ -188,6 +188,7 @@ fn every_route_requires_a_role() {
         GET /admin/v1/sessions: viewer
         GET /admin/v1/sessions/{id}: viewer
         DELETE /admin/v1/sessions/{id}: operator
+        GET /admin/v1/session-trees: viewer
         GET /admin/v1/waiting: viewer
         GET /admin/v1/keys: viewer
         POST /admin/v1/keys: operator

@@ -200,3 +200,55 @@ async fn an_ended_parent_does_not_end_its_children() {
     assert_eq!(ids(&tree), [3, 2].map(id), "the tree outlives its root");
     assert_eq!(tree["root"], id(1));
 }
+
+#[tokio::test]
+async fn trees_are_listed_with_their_homes_by_last_use_or_tokens() {
+    let (bench, _) = with_trees();
+    let roots = |list: &Value| -> Vec<String> {
+        let trees = list["trees"].as_array().unwrap().iter();
+        trees
+            .map(|it| it["root"].as_str().unwrap().to_owned())
+            .collect()
+    };
+    let used = bench.get("/admin/v1/session-trees").await;
+    assert_eq!(roots(&used), [1, 9].map(id), "a child was used last");
+    let counted = ["sessions_total", "trees_total", "trees_found"].map(|it| used[it].as_u64());
+    assert_eq!(counted, [Some(4), Some(2), Some(2)]);
+    let mut shown = used["trees"][0].clone();
+    shown.as_object_mut().unwrap().remove("age_ms");
+    let expected = json!({
+        "root": id(1), "user": "ada", "user_key": format!("{:016x}", user_key(1, "ada").0),
+        "idle_ms": 0, "sessions": 3, "turns": 1, "homes_total": 2,
+        "usage": {"input_uncached": 100, "input_cached": 300, "output": 20, "hit_percent": 75.0},
+        "homes": [{"backend": "gpu-1", "sessions": 2}, {"backend": "gpu-2", "sessions": 1}],
+    });
+    assert_eq!(shown, expected);
+    let first = bench.get("/admin/v1/session-trees?limit=1").await;
+    assert_eq!(
+        (roots(&first), &first["trees_found"]),
+        (vec![id(1)], &json!(2))
+    );
+    let cursor = first["next_cursor"]
+        .as_str()
+        .expect("there is another page");
+    let second = format!("/admin/v1/session-trees?limit=1&cursor={cursor}");
+    let second = bench.get(&second).await;
+    assert_eq!(
+        (roots(&second), &second["next_cursor"]),
+        (vec![id(9)], &Value::Null)
+    );
+    let of_bo = bench.get("/admin/v1/session-trees?user=bo").await;
+    assert_eq!(
+        (roots(&of_bo), &of_bo["trees_found"]),
+        (vec![id(9)], &json!(1))
+    );
+    let usage = TurnUsage {
+        output: 9,
+        ..TurnUsage::default()
+    };
+    turn(&bench, 9, usage);
+    for (order, expected) in [("used", [9, 1]), ("tokens", [1, 9])] {
+        let path = format!("/admin/v1/session-trees?order={order}");
+        assert_eq!(roots(&bench.get(&path).await), expected.map(id), "{order}");
+    }
+}
