@@ -142,9 +142,11 @@ ${settings}\n${backends}`;
   }
 
   /** Sends one chat, and reads its answer to the end. */
-  async chat({ user, text, id = 1, tokens = 16, requestId, signal }) {
+  async chat({ user, text, id = 1, tokens = 16, requestId, session, parent, signal }) {
     const headers = { 'content-type': 'application/json', 'x-quorate-user': user };
     if (requestId) headers['x-request-id'] = requestId;
+    if (session) headers['x-quorate-session'] = session;
+    if (parent) headers['x-quorate-parent-session'] = parent;
     const answer = await fetch(`${this.replicas[id - 1].data}/v1/chat/completions`, {
       method: 'POST',
       headers,

@@ -7,7 +7,7 @@ import { chromium } from 'playwright-core';
 import { Cluster, until } from './cluster.mjs';
 
 const AXE = readFileSync(new URL('./node_modules/axe-core/axe.min.js', import.meta.url), 'utf8');
-const PAGES = ['overview', 'backends', 'ownership', 'users', 'decisions', 'policy', 'log', 'config'];
+const PAGES = ['overview', 'backends', 'ownership', 'users', 'sessions', 'decisions', 'policy', 'log', 'config'];
 const FLAGS = ['--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run',
   '--disable-dev-shm-usage', '--disable-background-networking', '--disable-component-update', '--disable-sync'];
 const EXECUTABLE = process.env.CHROMIUM ?? '/usr/bin/chromium';
@@ -153,6 +153,26 @@ const tests = {
     await shot(page, 'decision');
     cluster.restartEngine(4);
     await until('engine-4 is healthy', async () => (await cluster.get('/admin/v1/backends/engine-4')).state.is_healthy);
+    await page.done();
+  },
+
+  async 'a tree of sessions is shown with its children, and ended'({ browser, cluster }) {
+    for (const [session, parent] of [['lead'], ['helper', 'lead'], ['helper-of-helper', 'helper'], ['other']]) {
+      await cluster.chat({ user: 'agents', text: 'one turn of an agent '.repeat(30), session, parent });
+    }
+    const page = await open(browser, cluster);
+    await page.evaluate(() => { location.hash = '#/sessions/?user=agents'; });
+    await has(rows(page), 2);
+    const tree = rows(page).filter({ hasText: /3/ }).filter({ has: page.locator('td', { hasText: /^3$/ }) });
+    await tree.locator('button.link').first().click();
+    await has(page.locator('.picture tbody tr'), 3);
+    await has(page.locator('.picture tbody .depth-2'), 1);
+    await shot(page, 'session-tree');
+    await page.getByRole('button', { name: 'End …' }).click();
+    await page.getByRole('dialog').getByRole('button', { name: 'End', exact: true }).click();
+    await page.getByText('This tree has ended').waitFor();
+    await has(rows(page), 1);
+    page.expected = /404/;
     await page.done();
   },
 

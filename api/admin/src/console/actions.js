@@ -85,6 +85,14 @@ export function setWeight(user) {
   });
 }
 
+export const endTree = (tree) => confirm({
+  title: `End tree ${tree.root}?`,
+  effect: ['All replicas forget its sessions, where they were, and what they have used of the limits per tree.', 'Its requests go on, and the next one of each session begins it anew.'],
+  verb: 'End',
+  request: () => ({ method: 'DELETE', path: `/admin/v1/sessions/${tree.root}` }),
+  done: 'The tree has ended',
+});
+
 export function transfer(members, leader) {
   const others = members.filter((it) => it.is_voter && it.id !== leader);
   const select = h('select', { id: 'to' }, h('option', { value: '' }, 'The most current one'), others.map((it) => h('option', { value: String(it.id) }, `Replica ${it.id}`)));

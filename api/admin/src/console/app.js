@@ -8,12 +8,13 @@ import * as overview from './page-overview.js';
 import * as backends from './page-backends.js';
 import * as ownership from './page-ownership.js';
 import * as users from './page-users.js';
+import * as sessions from './page-sessions.js';
 import * as decisions from './page-decisions.js';
 import * as policy from './page-policy.js';
 import * as log from './page-log.js';
 import * as config from './page-config.js';
 
-const PAGES = { overview, backends, ownership, users, decisions, policy, log, config };
+const PAGES = { overview, backends, ownership, users, sessions, decisions, policy, log, config };
 const main = document.getElementById('main');
 const side = document.getElementById('side');
 const topBar = document.getElementById('top');

@@ -58,6 +58,7 @@ const PATHS = {
   backends: 'M4 4h16v6H4zM4 14h16v6H4zM7 7h.01M7 17h.01',
   ownership: 'M4 4h6v6H4zM14 4h6v6h-6zM14 14h6v6h-6zM10 7h4M17 10v4',
   users: 'M9 11a4 4 0 1 0 0-8 4 4 0 0 0 0 8zM2 21a7 7 0 0 1 14 0M16 4a4 4 0 0 1 0 7M18 14a7 7 0 0 1 4 7',
+  sessions: 'M9 3h6v5H9zM3 16h6v5H3zM15 16h6v5h-6zM12 8v4M6 16v-4h12v4',
   decisions: 'M6 3v6a4 4 0 0 0 4 4h4a4 4 0 0 1 4 4v4M6 3 3 6M6 3l3 3M18 21l-3-3M18 21l3-3',
   policy: 'M4 6h10M18 6h2M4 12h2M10 12h10M4 18h8M16 18h4M14 4v4M6 10v4M12 16v4',
   log: 'M5 4h14M5 9h14M5 14h9M5 19h9',

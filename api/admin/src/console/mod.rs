@@ -55,7 +55,7 @@ const PAGE: ConsoleFile = ConsoleFile {
     content_type: "text/html; charset=utf-8",
     text: include_str!("index.html"),
 };
-static FILES: [ConsoleFile; 20] = files! {
+static FILES: [ConsoleFile; 21] = files! {
     "console.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     "app.js": SCRIPT,
@@ -72,6 +72,7 @@ static FILES: [ConsoleFile; 20] = files! {
     "page-backends.js": SCRIPT,
     "page-ownership.js": SCRIPT,
     "page-users.js": SCRIPT,
+    "page-sessions.js": SCRIPT,
     "page-decisions.js": SCRIPT,
     "page-policy.js": SCRIPT,
     "page-log.js": SCRIPT,

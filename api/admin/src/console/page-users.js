@@ -94,7 +94,7 @@ export function mount(root, signal, [wanted]) {
       detail.cells = rows.map(() => h('dd'));
       const weight = may('operator') && h('button', { type: 'button', onclick: () => setWeight(known.get(it.key) ?? it) }, 'Set weight …');
       swap(detail, h('header', { class: 'row' }, h('h2', null, it.name), h('span', { class: 'grow' }), h('button', { type: 'button', class: 'plain', 'aria-label': 'Close', onclick: () => { open = undefined; show(); } }, icon('close'))),
-        h('div', { class: 'row' }, weight, h('a', { class: 'button', href: `#/decisions/?user=${encodeURIComponent(it.name)}` }, 'Their decisions')),
+        h('div', { class: 'row' }, weight, h('a', { class: 'button', href: `#/decisions/?user=${encodeURIComponent(it.name)}` }, 'Their decisions'), h('a', { class: 'button', href: `#/sessions/?user=${encodeURIComponent(it.name)}` }, 'Their sessions')),
         h('dl', { class: 'figures' }, rows.map(([name], at) => h('div', null, h('dt', null, name), detail.cells[at]))));
     }
     rows.forEach(([, text], at) => put(detail.cells[at], text));

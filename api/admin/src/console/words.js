@@ -95,5 +95,5 @@ export function event(it) {
 export const ACTIONS = {
   'put-backend': 'Put backend', 'delete-backend': 'Remove backend', 'drain-backend': 'Drain backend',
   'set-draining': 'Drain or undrain backend', 'put-policy': 'Set policy', 'put-routing': 'Set routing', 'put-admission': 'Set admission',
-  'configure-user': 'Configure user', 'put-user-defaults': 'Set defaults of users', 'delete-user': 'Delete user', 'forgive-user': 'Forgive user',
+  'configure-user': 'Configure user', 'put-user-defaults': 'Set defaults of users', 'delete-user': 'Delete user', 'forgive-user': 'Forgive user', 'end-tree': 'End tree of sessions',
 };
