@@ -55,12 +55,17 @@ pub(super) async fn run(args: TopArgs) -> anyhow::Result<ExitCode> {
         return print_json(&to_value(&summary)?);
     }
     terminal::print(format_args!(
-        "{}\n{}\n\n{}\n\n{}\n\n{}",
+        "{}\n{}\n\n{}\n\n{}\n\n{}\n\n{}{}",
         tables::cluster(&summary),
         tables::total(&summary.total),
         tables::replicas(&summary.replicas),
         tables::backends(&summary.backends),
         tables::users(&summary.users),
+        tables::sessions(&summary),
+        match summary.trees.is_empty() {
+            true => String::new(),
+            false => format!("\n{}", tables::trees(&summary.trees)),
+        },
     ))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -12,6 +12,8 @@ pub(super) struct ClusterSample {
     pub(super) replicas: Value,
     pub(super) backends: Vec<Value>,
     pub(super) users: Vec<Value>,
+    /// Number of sessions and trees, and the trees used last.
+    pub(super) trees: Value,
 }
 
 /// Fetches the state of a cluster from any of its replicas.
@@ -37,15 +39,17 @@ impl Observer {
         let announced = told.filter_map(|replica| replica["admin"].as_str());
         self.target.also_at(announced);
         let at = Instant::now();
-        let (backends, users) = tokio::try_join!(
+        let (backends, users, trees) = tokio::try_join!(
             self.target.list("/admin/v1/backends", "backends"),
             self.target.list("/admin/v1/users", "users"),
+            self.target.get("/admin/v1/session-trees"),
         )?;
         Ok(ClusterSample {
             at,
             replicas,
             backends,
             users,
+            trees,
         })
     }
 }

@@ -1,5 +1,5 @@
-//! The screen of `quorate top`: two lines about the cluster, and tables of replicas, backends and
-//! users.
+//! The screen of `quorate top`: two lines about the cluster, and tables of replicas, backends, users
+//! and trees of sessions.
 
 use std::process::ExitCode;
 use std::thread;
@@ -35,12 +35,14 @@ enum TopSection {
     Replicas,
     Backends,
     Users,
+    Trees,
 }
 
-const SECTIONS: [TopSection; 3] = [
+const SECTIONS: [TopSection; 4] = [
     TopSection::Replicas,
     TopSection::Backends,
     TopSection::Users,
+    TopSection::Trees,
 ];
 
 /// The displayed data, and the state of the view.
@@ -55,9 +57,9 @@ pub(super) struct TopScreen {
     is_paused: bool,
     focus: usize,
     /// First visible row of each table.
-    scrolled: [usize; 3],
+    scrolled: [usize; SECTIONS.len()],
     /// Number of visible rows of each table.
-    pages: [usize; 3],
+    pages: [usize; SECTIONS.len()],
     backends: BackendOrder,
     users: UserOrder,
 }
@@ -180,8 +182,8 @@ impl TopScreen {
             failure: None,
             is_paused: false,
             focus: 1,
-            scrolled: [0; 3],
-            pages: [1; 3],
+            scrolled: [0; SECTIONS.len()],
+            pages: [1; SECTIONS.len()],
             backends: BackendOrder::default(),
             users: UserOrder::default(),
         }
@@ -213,7 +215,7 @@ impl TopScreen {
             KeyCode::End => *scrolled = usize::MAX,
             KeyCode::Char('p') => self.is_paused = !self.is_paused,
             KeyCode::Char('o') => match SECTIONS[self.focus] {
-                TopSection::Replicas => {}
+                TopSection::Replicas | TopSection::Trees => {}
                 TopSection::Backends => self.backends = self.backends.next(),
                 TopSection::Users => self.users = self.users.next(),
             },
@@ -230,26 +232,30 @@ impl TopScreen {
             match section {
                 TopSection::Replicas => summary.replicas.iter().map(|it| it.is_well).collect(),
                 TopSection::Backends => summary.backends.iter().map(|it| it.is_well).collect(),
-                TopSection::Users => summary.users.iter().map(|_| true).collect(),
+                TopSection::Users => vec![true; summary.users.len()],
+                TopSection::Trees => vec![true; summary.trees.len()],
             }
         };
         let area = frame.area();
         let rows = SECTIONS.map(|section| is_well(section).len());
         let heights = heights(rows, usize::from(area.height).saturating_sub(3));
-        let [head, first, second, third, foot] = Layout::vertical([
+        let [head, tables @ .., foot] = Layout::vertical([
             Constraint::Length(2),
             Constraint::Length(heights[0]),
             Constraint::Length(heights[1]),
             Constraint::Length(heights[2]),
+            Constraint::Length(heights[3]),
             Constraint::Fill(1),
         ])
-        .areas(area);
+        .areas::<6>(area);
         frame.render_widget(self.head(&summary, now), head);
-        for (nth, area) in [first, second, third].into_iter().enumerate() {
+        let sessions = format!("{}, listed", tables::sessions(&summary));
+        for (nth, area) in tables.into_iter().enumerate() {
             let (title, table) = match SECTIONS[nth] {
                 TopSection::Replicas => ("replicas", tables::replicas(&summary.replicas)),
                 TopSection::Backends => ("backends", tables::backends(&summary.backends)),
                 TopSection::Users => ("users", tables::users(&summary.users)),
+                TopSection::Trees => (&*sessions, tables::trees(&summary.trees)),
             };
             self.draw_table(frame, area, nth, (title, &table, &is_well(SECTIONS[nth])));
         }
@@ -297,10 +303,11 @@ impl TopScreen {
         let first = self.scrolled[nth];
         let order = match SECTIONS[nth] {
             TopSection::Replicas => String::new(),
+            TopSection::Trees => ", the busiest first".to_owned(),
             TopSection::Backends => format!(", {}", self.backends.label()),
             TopSection::Users => format!(", {}", self.users.label()),
         };
-        let shown = match is_well.len() > page {
+        let shown = match page > 0 && is_well.len() > page {
             true => format!(
                 " {}-{} of {}",
                 first + 1,
@@ -335,9 +342,12 @@ impl TopScreen {
 }
 
 /// Divides the lines of the screen among the tables, each with a title and a header. Shows all
-/// replicas if possible. Backends and users share the rest.
-fn heights(rows: [usize; 3], room: usize) -> [u16; 3] {
+/// replicas if possible. Backends and users share the rest. The trees, if any, get a line for their
+/// title, and the lines that all others leave.
+fn heights(rows: [usize; SECTIONS.len()], room: usize) -> [u16; SECTIONS.len()] {
     let wanted = rows.map(|rows| rows + TABLE_LINES_MIN);
+    let all = room;
+    let room = room.saturating_sub(usize::from(rows[3] > 0));
     let least = 2 * (TABLE_LINES_MIN + 1);
     let replicas = wanted[0]
         .min(room.saturating_sub(least).max(TABLE_LINES_MIN + 1))
@@ -350,7 +360,11 @@ fn heights(rows: [usize; 3], room: usize) -> [u16; 3] {
         (false, false) => rest - half,
     };
     let users = wanted[2].min(rest - backends);
-    [replicas, backends, users].map(|lines| u16::try_from(lines).unwrap_or(u16::MAX))
+    let trees = match rows[3] {
+        0 => 0,
+        _ => wanted[3].min(all - replicas - backends - users),
+    };
+    [replicas, backends, users, trees].map(|lines| u16::try_from(lines).unwrap_or(u16::MAX))
 }
 
 #[cfg(test)]

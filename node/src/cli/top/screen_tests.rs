@@ -3,7 +3,7 @@
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 
-use super::super::summary::{BackendRow, ReplicaRow, UserRow};
+use super::super::summary::{BackendRow, ReplicaRow, TreeRow, UserRow};
 use super::*;
 
 fn replica(id: u64, role: &str, state: &str) -> ReplicaRow {
@@ -52,6 +52,20 @@ fn user(name: &str, tokens: f64) -> UserRow {
     }
 }
 
+fn tree(root: &str) -> TreeRow {
+    TreeRow {
+        root: root.to_owned(),
+        user: "ada".to_owned(),
+        homes: vec!["gpu-01".to_owned(), "gpu-00".to_owned()],
+        sessions: 8,
+        turns: 71,
+        tokens_per_s: Some(310.04),
+        hit_percent: Some(91.0),
+        tokens: 5_120_000,
+        idle_ms: 900,
+    }
+}
+
 fn screen(backends: u64) -> TopScreen {
     let mut screen = TopScreen::new(false);
     screen.answered_at = Some(Instant::now());
@@ -67,6 +81,9 @@ fn screen(backends: u64) -> TopScreen {
         ],
         backends: (0..backends).map(backend).collect(),
         users: vec![user("ada", 9.0), user("bob\u{1b}[2J", 10.0)],
+        sessions_total: 40,
+        trees_total: 25,
+        trees: vec![tree("1f0c27f4a9d0c3b1"); 5],
         ..Summary::default()
     };
     screen
@@ -86,7 +103,7 @@ fn drawn(screen: &mut TopScreen, (columns, lines): (u16, u16)) -> Vec<String> {
 }
 
 #[test]
-fn a_screen_of_80_columns_shows_all_three_tables() {
+fn a_screen_of_80_columns_shows_all_tables() {
     let lines = drawn(&mut screen(2), (80, 24));
     let wanted = [
         "leader 2  term 7  quorum  states are equal  (as reported by replica 3)",
@@ -103,6 +120,9 @@ fn a_screen_of_80_columns_shows_all_three_tables() {
         "user          weight  waiting  in flight  requests/s  tokens/s   share    fair",
         "ada              1.5        1          3         1.0       9.0  50.0 %  33.3 %",
         "bob\\u{1b}[2J     1.5        1          3         1.0      10.0  50.0 %  33.3 %",
+        "  40 sessions in 25 trees, listed 5, the busiest first",
+        "tree              user  homes           sessions  turns  tokens/s    hits",
+        "1f0c27f4a9d0c3b1  ada   gpu-01, gpu-00         8     71     310.0  91.0 %",
     ];
     assert_eq!(lines[..wanted.len()], wanted);
     assert_eq!(lines[23], KEYS);
@@ -134,10 +154,10 @@ fn top_draws_at_any_terminal_size() {
             drawn(&mut screen(12), (columns, lines));
         }
     }
-    let [replicas, backends, users] = heights([3, 512, 10_000], 37);
-    assert_eq!((replicas, backends, users), (5, 16, 16));
-    assert_eq!(heights([3, 2, 10_000], 37), [5, 4, 28]);
-    assert_eq!(heights([3, 512, 1], 37), [5, 29, 3]);
+    assert_eq!(heights([3, 512, 10_000, 0], 37), [5, 16, 16, 0]);
+    assert_eq!(heights([3, 2, 10_000, 0], 37), [5, 4, 28, 0]);
+    assert_eq!(heights([3, 512, 1, 100], 37), [5, 28, 3, 1]);
+    assert_eq!(heights([3, 2, 1, 100], 37), [5, 4, 3, 25]);
 }
 
 #[test]

@@ -22,6 +22,12 @@ pub(super) struct Summary {
     pub(super) replicas: Vec<ReplicaRow>,
     pub(super) backends: Vec<BackendRow>,
     pub(super) users: Vec<UserRow>,
+    /// Number of sessions.
+    pub(super) sessions_total: u64,
+    /// Number of trees of sessions.
+    pub(super) trees_total: u64,
+    /// The busiest of the trees that were used last.
+    pub(super) trees: Vec<TreeRow>,
 }
 
 /// Totals over all replicas.
@@ -115,6 +121,28 @@ pub(super) struct UserRow {
     pub(super) counter_milli_tokens: u64,
 }
 
+/// Figures of one tree of sessions. Rates need two samples, and are `None` for the first.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub(super) struct TreeRow {
+    /// Id of its root.
+    pub(super) root: String,
+    /// Name of the user, or the key if the name is unknown.
+    pub(super) user: String,
+    /// Backends of its sessions' last turns, those with the most sessions first.
+    pub(super) homes: Vec<String>,
+    pub(super) sessions: u64,
+    pub(super) turns: u64,
+    /// Number of uncached prompt tokens and output tokens per second; `None` if the tree was not
+    /// among those that the previous sample shows.
+    pub(super) tokens_per_s: Option<f64>,
+    /// Share of the prompt tokens that engines found in their caches, in per cent; `None` if there
+    /// were none.
+    pub(super) hit_percent: Option<f64>,
+    /// Number of all tokens.
+    pub(super) tokens: u64,
+    pub(super) idle_ms: u64,
+}
+
 impl Summary {
     /// Summarises a sample, and the changes since the previous one; `before` is `None` for the
     /// first.
@@ -134,6 +162,9 @@ impl Summary {
             replicas: replicas(told),
             backends: backends(before, now),
             users: users(before, now),
+            sessions_total: now.trees["sessions_total"].as_u64().unwrap_or(0),
+            trees_total: now.trees["trees_total"].as_u64().unwrap_or(0),
+            trees: trees(before, now),
         }
     }
 }
@@ -323,6 +354,45 @@ fn users(before: Option<&ClusterSample>, now: &ClusterSample) -> Vec<UserRow> {
     rows
 }
 
+fn trees(before: Option<&ClusterSample>, now: &ClusterSample) -> Vec<TreeRow> {
+    let seconds = seconds(before, now);
+    let earlier = by(before.and_then(|it| it.trees["trees"].as_array()), "root");
+    let row = |tree: &Value| {
+        let count = |tree: &Value, fields: &[&str]| -> u64 {
+            let each = fields.iter().filter_map(|it| tree["usage"][*it].as_u64());
+            each.sum()
+        };
+        let paid = |tree: &Value| count(tree, &["input_uncached", "output"]);
+        let root = text(&tree["root"]);
+        let before = earlier.get(&*root).map(|before| paid(before));
+        let homes = tree["homes"].as_array().into_iter().flatten();
+        TreeRow {
+            user: text(match tree["user"].is_null() {
+                true => &tree["user_key"],
+                false => &tree["user"],
+            }),
+            homes: homes
+                .filter_map(|it| it["backend"].as_str().map(str::to_owned))
+                .collect(),
+            sessions: tree["sessions"].as_u64().unwrap_or(0),
+            turns: tree["turns"].as_u64().unwrap_or(0),
+            tokens_per_s: per_second(before, Some(paid(tree)), seconds),
+            hit_percent: tree["usage"]["hit_percent"].as_f64(),
+            tokens: count(tree, &["input_uncached", "input_cached", "output"]),
+            idle_ms: tree["idle_ms"].as_u64().unwrap_or(0),
+            root,
+        }
+    };
+    let listed = now.trees["trees"].as_array().into_iter().flatten();
+    let mut rows: Vec<TreeRow> = listed.map(row).collect();
+    rows.sort_by(|a, b| {
+        let rate = |row: &TreeRow| row.tokens_per_s.unwrap_or(0.0);
+        let order = rate(b).total_cmp(&rate(a));
+        order.then_with(|| (a.idle_ms, &a.root).cmp(&(b.idle_ms, &b.root)))
+    });
+    rows
+}
+
 /// Computes the actual and the fair share of each active user.
 fn share(rows: &mut [UserRow]) {
     let is_active = |row: &UserRow| {
@@ -361,6 +431,12 @@ mod tests {
             json!({"key": key, "name": key, "weight_milli": weight, "in_flight": 0,
                 "total": {"output": output, "requests": 1}})
         };
+        let tree = |root: &str, output: u64| {
+            json!({"root": root, "user": null, "user_key": "0f", "sessions": 2, "turns": 4,
+                "usage": {"input_uncached": 0, "input_cached": 7, "output": output},
+                "homes": [{"backend": "gpu-1", "sessions": 1}, {"backend": null, "sessions": 1}],
+                "idle_ms": 20})
+        };
         ClusterSample {
             at,
             replicas,
@@ -369,6 +445,9 @@ mod tests {
                 json!({"id": "bad", "state": {"name": "unreachable"}, "engine": null}),
             ],
             users: vec![user("ada", 3000, 3 * tokens), user("bob", 1000, tokens)],
+            trees: json!({"sessions_total": 5, "trees_total": 3, "trees": [
+                tree("idle", 0), tree("slow", tokens), tree("busy", 3 * tokens),
+            ]}),
         }
     }
 
@@ -389,6 +468,14 @@ mod tests {
             "what is not well comes first"
         );
         assert_eq!(summary.backends[1].prompt_tokens_per_s, Some(100.0));
+        let trees = summary.trees.iter().map(|it| (&*it.root, it.tokens_per_s));
+        let rates = [("busy", 300.0), ("slow", 100.0), ("idle", 0.0)];
+        assert!(trees.eq(rates.map(|(root, rate)| (root, Some(rate)))));
+        assert_eq!((summary.sessions_total, summary.trees_total), (5, 3));
+        assert_eq!(
+            (&*summary.trees[0].user, summary.trees[0].tokens),
+            ("0f", 907)
+        );
         let fallen = Summary::of(Some(&now), &sample(at + Duration::from_secs(4), 5));
         assert_eq!(fallen.users[0].tokens_per_s, None);
     }

@@ -3,7 +3,7 @@
 use api::base::printable::escaped;
 use lab::terminal::{FittedTable, column};
 
-use super::summary::{BackendRow, ReplicaRow, Summary, TotalRow, UserRow};
+use super::summary::{BackendRow, ReplicaRow, Summary, TotalRow, TreeRow, UserRow};
 
 /// Order in which backends are listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -124,6 +124,14 @@ pub(super) fn total(total: &TotalRow) -> String {
     line
 }
 
+/// Says how many sessions and trees there are.
+pub(super) fn sessions(summary: &Summary) -> String {
+    format!(
+        "{} sessions in {} trees",
+        summary.sessions_total, summary.trees_total
+    )
+}
+
 pub(super) fn replicas(rows: &[ReplicaRow]) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("replica"),
@@ -220,6 +228,34 @@ pub(super) fn users(rows: &[UserRow]) -> FittedTable {
             percent(row.share_percent),
             percent(row.fair_percent),
             (row.counter_milli_tokens / 1000).to_string(),
+        ]);
+    }
+    table
+}
+
+pub(super) fn trees(rows: &[TreeRow]) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("tree"),
+        column("user"),
+        column("homes").rank(2),
+        column("sessions").number(),
+        column("turns").number(),
+        column("tokens/s").number(),
+        column("hits").number().rank(1),
+        column("tokens").number().rank(3),
+        column("idle s").number().rank(3),
+    ]);
+    for row in rows {
+        table.add_row([
+            escaped(&row.root).into_owned(),
+            escaped(&row.user).into_owned(),
+            escaped(&row.homes.join(", ")).into_owned(),
+            row.sessions.to_string(),
+            row.turns.to_string(),
+            decimal(row.tokens_per_s),
+            percent(row.hit_percent),
+            row.tokens.to_string(),
+            (row.idle_ms / 1000).to_string(),
         ]);
     }
     table
