@@ -18,6 +18,19 @@ pub(crate) fn append_bytes<T: Encode>(value: &T, bytes: &mut Vec<u8>) {
         .expect("encoding into memory cannot fail");
 }
 
+/// Encodes `items` in pieces of at most `items_max`, each as [`to_bytes`] encodes a list.
+pub(crate) fn pieces<T: Encode>(
+    items: impl Iterator<Item = T>,
+    items_max: usize,
+) -> impl Iterator<Item = Vec<u8>> {
+    let mut items = items.peekable();
+    std::iter::from_fn(move || {
+        items.peek()?;
+        let piece: Vec<T> = items.by_ref().take(items_max).collect();
+        Some(to_bytes(&piece))
+    })
+}
+
 /// Decodes the output of [`to_bytes`], without trailing bytes. `LIMIT` bounds the allocation, in
 /// bytes. An error describes the fault.
 pub(crate) fn from_bytes<T: Decode<()>, const LIMIT: usize>(bytes: &[u8]) -> Result<T, String> {

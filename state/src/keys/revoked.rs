@@ -61,12 +61,7 @@ impl RevokedKeys {
 
     /// Encodes all ids in sections of bounded size. Yields none if the table is empty.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let mut ids = self.iter().peekable();
-        std::iter::from_fn(move || {
-            ids.peek()?;
-            let piece: Vec<(ApiKeyId, u64)> = ids.by_ref().take(IDS_PER_PIECE).collect();
-            Some(encoding::to_bytes(&piece))
-        })
+        encoding::pieces(self.iter(), IDS_PER_PIECE)
     }
 
     /// Adds the ids of one section of a snapshot. An error describes the fault.

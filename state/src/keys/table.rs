@@ -298,16 +298,7 @@ impl Keys {
 impl KeysImage {
     /// Encodes all keys in sections of bounded size. Yields none if there are no keys.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let mut keys = self.0.iter().peekable();
-        std::iter::from_fn(move || {
-            keys.peek()?;
-            let piece: Vec<&ApiKey> = keys
-                .by_ref()
-                .take(KEYS_PER_PIECE)
-                .map(|(_, key)| &**key)
-                .collect();
-            Some(encoding::to_bytes(&piece))
-        })
+        encoding::pieces(self.0.iter().map(|(_, key)| &**key), KEYS_PER_PIECE)
     }
 }
 

@@ -19,24 +19,13 @@ pub(crate) struct TreesImage {
 impl TreesImage {
     /// Encodes all trees in pieces of bounded size.
     pub(crate) fn trees(&self) -> impl Iterator<Item = Vec<u8>> {
-        pieces(self.trees.iter())
+        encoding::pieces(self.trees.iter(), SESSIONS_PER_PIECE)
     }
 
     /// Encodes all sessions in pieces of bounded size.
     pub(crate) fn sessions(&self) -> impl Iterator<Item = Vec<u8>> {
-        pieces(self.sessions.iter())
+        encoding::pieces(self.sessions.iter(), SESSIONS_PER_PIECE)
     }
-}
-
-fn pieces<'a, T: bincode::Encode + 'a>(
-    all: impl Iterator<Item = (&'a AgentSessionKey, &'a T)>,
-) -> impl Iterator<Item = Vec<u8>> {
-    let mut all = all.peekable();
-    std::iter::from_fn(move || {
-        all.peek()?;
-        let piece: Vec<_> = all.by_ref().take(SESSIONS_PER_PIECE).collect();
-        Some(encoding::to_bytes(&piece))
-    })
 }
 
 fn piece<T: bincode::Decode<()>>(bytes: &[u8]) -> Result<Vec<(AgentSessionKey, T)>, String> {

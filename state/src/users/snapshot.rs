@@ -25,12 +25,7 @@ impl UsersImage {
 
     /// Encodes all users in pieces of at most [`USERS_PER_PIECE`] users.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let mut users = self.map.iter().peekable();
-        std::iter::from_fn(move || {
-            users.peek()?;
-            let piece: Vec<(&UserKey, &User)> = users.by_ref().take(USERS_PER_PIECE).collect();
-            Some(encoding::to_bytes(&piece))
-        })
+        encoding::pieces(self.map.iter(), USERS_PER_PIECE)
     }
 }
 
