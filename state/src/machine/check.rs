@@ -30,7 +30,7 @@
 //! - **I118** The reported leaves that have an age and no lease are in the order in which their
 //!   engine evicts them, and nothing else is.
 //! - **I132** Every backend recorded as registered by a source exists and has a valid source.
-//! - **I165** A tree counts its sessions that have not ended. The places, the order of use and the
+//! - **I165** A tree counts its sessions that have not ended. The places, the orders and the
 //!   digest of sessions follow from the sessions and trees.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!

@@ -209,7 +209,7 @@ impl RouterState {
                 self.stamped_ms = envelope.proposed_at_ms;
                 self.time.advance(envelope.proposed_at_ms);
                 self.forget_idle_restore();
-                self.trees.forget_idle(self.time.now_ms);
+                self.trees.forget_some(self.time.now_ms);
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
                 reply

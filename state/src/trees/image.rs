@@ -1,8 +1,10 @@
 //! Sessions and trees in snapshots. They are written from a frozen copy, and every bound is checked
 //! when they are read back.
 
+use std::collections::BTreeSet;
+
 use super::map::{SessionMap, TreeMap};
-use super::table::Trees;
+use super::table::{Ending, Trees};
 use super::{AgentSession, SessionTree};
 use crate::encoding;
 use crate::ids::AgentSessionKey;
@@ -14,12 +16,18 @@ const SESSIONS_PER_PIECE: usize = 4096;
 pub(crate) struct TreesImage {
     sessions: SessionMap,
     trees: TreeMap,
+    endings: BTreeSet<Ending>,
 }
 
 impl TreesImage {
     /// Encodes all trees in pieces of bounded size.
     pub(crate) fn trees(&self) -> impl Iterator<Item = Vec<u8>> {
         encoding::pieces(self.trees.iter(), SESSIONS_PER_PIECE)
+    }
+
+    /// Encodes which trees and users are being ended; `None` if none is.
+    pub(crate) fn endings(&self) -> Option<Vec<u8>> {
+        (!self.endings.is_empty()).then(|| encoding::to_bytes(&self.endings))
     }
 
     /// Encodes all sessions in pieces of bounded size.
@@ -37,7 +45,17 @@ impl Trees {
         TreesImage {
             sessions: self.sessions.clone(),
             trees: self.trees.clone(),
+            endings: self.endings.clone(),
         }
+    }
+
+    /// Adds which trees and users are being ended. An error describes the first fault.
+    pub(crate) fn restore_endings(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Endings = BTreeSet<Ending>;
+        for ending in encoding::from_bytes::<Endings, { encoding::SECTION_BYTES_MAX }>(bytes)? {
+            self.set_ending(ending, true);
+        }
+        Ok(())
     }
 
     /// Adds the trees encoded in one piece. An error describes the first fault.
@@ -61,7 +79,7 @@ impl Trees {
         Ok(())
     }
 
-    /// Checks I165: trees count their sessions, and places, order and digest match them.
+    /// Checks I165: trees count their sessions, and places, orders and digest match them.
     ///
     /// # Errors
     /// Describes the first broken rule.
@@ -74,11 +92,14 @@ impl Trees {
         for piece in image.sessions() {
             rebuilt.restore_sessions(&piece)?;
         }
+        if let Some(endings) = image.endings() {
+            rebuilt.restore_endings(&endings)?;
+        }
         rebuilt.check_trees()?;
         let free_to = rebuilt.places.len();
         let same =
             rebuilt.digest() == self.digest() && rebuilt.indexes(free_to) == self.indexes(free_to);
-        let fault = || "places, order or digest of sessions differ from the sessions".to_owned();
+        let fault = || "places, orders or digest of sessions differ from the sessions".to_owned();
         same.then_some(()).ok_or_else(fault)
     }
 

@@ -2,9 +2,11 @@
 
 use std::collections::BTreeSet;
 
+use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::map::{SessionMap, TreeMap, root_of};
+use super::orders::SessionOrders;
 use super::published::TreesView;
 use super::{
     AgentSession, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef, SessionTree,
@@ -15,7 +17,34 @@ use crate::encoding;
 use crate::ids::{AgentSessionKey, BackendRef, UserKey};
 
 /// Maximum number of idle sessions that one command ends, so that none takes long.
-const ENDS_PER_COMMAND: usize = 64;
+const IDLE_ENDS_PER_COMMAND: usize = 64;
+
+/// Bounds of a table. Tests take small ones.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TreesBounds {
+    /// Maximum number of sessions.
+    pub(super) sessions: usize,
+    /// Number of sessions from which on a user makes the room in a full table.
+    pub(super) share: usize,
+    /// Maximum number of sessions of an ended tree or deleted user that one command ends.
+    pub(super) ends: usize,
+}
+
+impl TreesBounds {
+    const PRODUCT: Self = Self {
+        sessions: SESSIONS_MAX,
+        share: SESSIONS_MAX / 16,
+        ends: 256,
+    };
+}
+
+/// A tree or user with more sessions to end than one command ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+pub(super) enum Ending {
+    /// The tree with this root.
+    Tree(AgentSessionKey),
+    User(UserKey),
+}
 
 /// Table of all sessions and their trees.
 pub(crate) struct Trees {
@@ -25,11 +54,12 @@ pub(crate) struct Trees {
     pub(super) places: Vec<Option<AgentSessionKey>>,
     /// Places without a session.
     free: BTreeSet<u32>,
-    /// All sessions by `(used_ms, key)`.
-    by_use: BTreeSet<(u64, AgentSessionKey)>,
-    /// Wrapping sum of the hashes of all sessions and trees.
+    orders: SessionOrders,
+    /// What the next commands go on to end.
+    pub(super) endings: BTreeSet<Ending>,
+    /// Wrapping sum of the hashes of all sessions, trees and endings.
     digest: u128,
-    max: usize,
+    bounds: TreesBounds,
     is_changed: bool,
     /// Buffer for hashing.
     scratch: Vec<u8>,
@@ -37,7 +67,7 @@ pub(crate) struct Trees {
 
 impl Default for Trees {
     fn default() -> Self {
-        Self::with_max(SESSIONS_MAX)
+        Self::with_bounds(TreesBounds::PRODUCT)
     }
 }
 
@@ -46,19 +76,20 @@ impl Default for Trees {
 enum Part {
     Session,
     Tree,
+    Ending,
 }
 
 impl Trees {
-    /// Creates a table of at most `max` sessions, for tests.
-    pub(super) fn with_max(max: usize) -> Self {
+    pub(super) fn with_bounds(bounds: TreesBounds) -> Self {
         Self {
             sessions: SessionMap::new(),
             trees: TreeMap::new(),
             places: Vec::new(),
             free: BTreeSet::new(),
-            by_use: BTreeSet::new(),
+            orders: SessionOrders::default(),
+            endings: BTreeSet::new(),
             digest: 0,
-            max,
+            bounds,
             is_changed: false,
             scratch: Vec::new(),
         }
@@ -74,10 +105,10 @@ impl Trees {
         let parent = new.parent.filter(|parent| *parent != new.key);
         // The parent may be the one that makes room.
         let root = root_of(&self.sessions, new.key, parent);
-        if self.sessions.len() >= self.max
-            && let Some((_, idlest)) = self.by_use.first().copied()
+        if self.sessions.len() >= self.bounds.sessions
+            && let Some(key) = self.makes_room()
         {
-            self.end(idlest);
+            self.end(key);
         }
         let session = AgentSession {
             place: self.take_place(),
@@ -139,36 +170,76 @@ impl Trees {
         key.is_some_and(|key| self.end(key))
     }
 
-    /// Ends all sessions of the tree with the root `root`. Returns whether there were any.
+    /// Ends a tree: forgets its figures at once, and its sessions in this and the next commands.
+    /// Returns whether it existed.
     pub(crate) fn end_tree(&mut self, root: AgentSessionKey) -> bool {
-        let members = self.sessions.iter().filter(|(_, it)| it.root == root);
-        let members: Vec<AgentSessionKey> = members.map(|(key, _)| *key).collect();
-        let are_any = !members.is_empty();
-        for key in members {
-            self.end(key);
-        }
-        are_any
+        let Some(tree) = self.trees.get(&root).copied() else {
+            return false;
+        };
+        let forgotten = SessionTree {
+            turns: 0,
+            usage: TurnUsage::default(),
+            ..tree
+        };
+        self.set_tree(root, Some(forgotten));
+        self.end_some(Ending::Tree(root));
+        true
     }
 
-    /// Ends the sessions of a user that is deleted.
+    /// Ends the sessions of a user that is deleted, in this and the next commands.
     pub(crate) fn forget_user(&mut self, user: UserKey) {
-        let owned = self.sessions.iter().filter(|(_, it)| it.user == user);
-        let owned: Vec<AgentSessionKey> = owned.map(|(key, _)| *key).collect();
-        for key in owned {
-            self.end(key);
-        }
+        self.end_some(Ending::User(user));
     }
 
-    /// Ends sessions that idled for too long, a bounded number at a time.
-    pub(crate) fn forget_idle(&mut self, now_ms: u64) {
-        for _ in 0..ENDS_PER_COMMAND {
-            match self.by_use.first().copied() {
+    /// Goes on to end a tree or user, and ends sessions that idled for too long; a bounded number of
+    /// each.
+    pub(crate) fn forget_some(&mut self, now_ms: u64) {
+        if let Some(ending) = self.endings.first().copied() {
+            self.end_some(ending);
+        }
+        for _ in 0..IDLE_ENDS_PER_COMMAND {
+            match self.orders.idlest() {
                 Some((used_ms, key)) if used_ms.saturating_add(SESSION_IDLE_MS) <= now_ms => {
                     self.end(key);
                 }
                 _ => return,
             }
         }
+    }
+
+    /// Ends sessions of a tree or user, a bounded number, and notes whether there are more.
+    fn end_some(&mut self, ending: Ending) {
+        let most = self.bounds.ends;
+        let mut members: Vec<AgentSessionKey> = match ending {
+            Ending::Tree(root) => self.orders.of_tree(root).take(most + 1).collect(),
+            Ending::User(user) => self.orders.of_user(user).take(most + 1).collect(),
+        };
+        let has_more = members.len() > most;
+        members.truncate(most);
+        for key in members {
+            self.end(key);
+        }
+        self.set_ending(ending, has_more);
+    }
+
+    /// Adds an ending, or removes it.
+    pub(super) fn set_ending(&mut self, ending: Ending, is_there: bool) {
+        let was_there = match is_there {
+            true => !self.endings.insert(ending),
+            false => self.endings.remove(&ending),
+        };
+        let hashed = |is_there: bool| is_there.then_some(&ending);
+        self.rehash(Part::Ending, 0, hashed(was_there), hashed(is_there));
+    }
+
+    /// Returns the session that makes room for another one in a full table: the idlest of the user
+    /// with the most sessions if that user holds a share of the table, else the idlest of all.
+    fn makes_room(&self) -> Option<AgentSessionKey> {
+        let (held, user) = self.orders.holds_most()?;
+        if held >= self.bounds.share {
+            return self.orders.of_user(user).next();
+        }
+        self.orders.idlest().map(|(_, key)| key)
     }
 
     /// Returns sessions and trees for readers on other threads, or `None` if nothing changed since
@@ -193,12 +264,12 @@ impl Trees {
         self.digest
     }
 
-    /// Returns what follows from the sessions: their order of use, and the free places among the
-    /// first `places`. Free places behind all sessions make no difference.
-    pub(super) fn indexes(&self, places: usize) -> (&BTreeSet<(u64, AgentSessionKey)>, Vec<u32>) {
+    /// Returns what follows from the sessions: their orders, and the free places among the first
+    /// `places`. Free places behind all sessions make no difference.
+    pub(super) fn indexes(&self, places: usize) -> (&SessionOrders, Vec<u32>) {
         let free = self.free.iter().copied();
         (
-            &self.by_use,
+            &self.orders,
             free.take_while(|it| (*it as usize) < places).collect(),
         )
     }
@@ -242,7 +313,7 @@ impl Trees {
 
     fn insert(&mut self, key: AgentSessionKey, session: AgentSession) {
         self.places[session.place as usize] = Some(key);
-        self.by_use.insert((session.used_ms, key));
+        self.orders.insert(key, &session);
         self.rehash(Part::Session, key.0, None, Some(&session));
         self.sessions.insert_new(key, session);
         self.is_changed = true;
@@ -263,8 +334,7 @@ impl Trees {
         let mut after = before;
         change(&mut after);
         after.used_ms = after.used_ms.max(now_ms);
-        self.by_use.remove(&(before.used_ms, key));
-        self.by_use.insert((after.used_ms, key));
+        self.orders.replace(key, &before, &after);
         self.rehash(Part::Session, key.0, Some(&before), Some(&after));
         if let Some(session) = self.sessions.get_mut(&key) {
             *session = after;
@@ -278,7 +348,7 @@ impl Trees {
             return false;
         };
         self.rehash(Part::Session, key.0, Some(&session), None);
-        self.by_use.remove(&(session.used_ms, key));
+        self.orders.remove(key, &session);
         self.places[session.place as usize] = None;
         self.free.insert(session.place);
         if let Some(tree) = self.trees.get(&session.root).copied() {

@@ -1,15 +1,22 @@
 //! Tests of the table of sessions against a model, of its image, and of its items' size.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
+use super::table::{Ending, TreesBounds};
 use super::*;
 use crate::codec::item_bytes;
 use crate::command::Item;
 use crate::ids::{Incarnation, Slot};
 
-const MAX: usize = 6;
+const BOUNDS: TreesBounds = TreesBounds {
+    sessions: 6,
+    share: 3,
+    ends: 2,
+};
+/// Number of users.
+const USERS: u64 = 3;
 const STEP_MS: u64 = SESSION_IDLE_MS / 8;
 
 fn home(slot: u16) -> BackendRef {
@@ -23,7 +30,7 @@ fn new_session(key: u64, parent: Option<u64>, slot: u16) -> NewSession {
     NewSession {
         key: AgentSessionKey(key),
         parent: parent.map(AgentSessionKey),
-        user: UserKey(key % 2),
+        user: UserKey(key % USERS),
         model: ModelKey(7),
         home: home(slot),
     }
@@ -58,7 +65,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (key(), 0_u64..1000).prop_map(|(key, tokens)| Step::Turn(key, tokens)),
         1 => key().prop_map(Step::End),
         1 => key().prop_map(Step::EndTree),
-        1 => (0_u64..2).prop_map(Step::ForgetUser),
+        1 => (0..USERS).prop_map(Step::ForgetUser),
         2 => (0_u64..6).prop_map(Step::Pass),
     ]
 }
@@ -80,6 +87,7 @@ struct Model {
     sessions: BTreeMap<u64, ModelSession>,
     /// Turns and usage of trees, which outlive their sessions' own.
     trees: BTreeMap<u64, (u64, TurnUsage)>,
+    endings: BTreeSet<Ending>,
 }
 
 impl Model {
@@ -90,18 +98,13 @@ impl Model {
         // The parent may be the one that makes room.
         let parent = parent.filter(|it| *it != key);
         let root = parent.map_or(key, |it| self.sessions.get(&it).map_or(it, |it| it.root));
-        if self.sessions.len() == MAX {
-            let idlest = self
-                .sessions
-                .iter()
-                .min_by_key(|(key, it)| (it.used_ms, **key));
-            let (idlest, _) = idlest.expect("a full table has sessions");
-            self.end(*idlest);
+        if self.sessions.len() == BOUNDS.sessions {
+            self.make_room();
         }
         self.trees.entry(root).or_default();
         let session = ModelSession {
             root,
-            user: key % 2,
+            user: key % USERS,
             home: home(slot),
             used_ms: now_ms,
             turns: 0,
@@ -136,19 +139,52 @@ impl Model {
             .retain(|root, _| sessions.values().any(|it| it.root == *root));
     }
 
-    fn end_all(&mut self, which: impl Fn(&ModelSession) -> bool) {
-        let keys: Vec<u64> = self.sessions.keys().copied().collect();
-        for key in keys {
-            if which(&self.sessions[&key]) {
-                self.end(key);
-            }
+    fn make_room(&mut self) {
+        let held = |user: u64| self.sessions.values().filter(|it| it.user == user).count();
+        let most = (0..USERS).max_by_key(|user| (held(*user), *user));
+        let greatest = most.filter(|user| held(*user) >= BOUNDS.share);
+        let sessions = self.sessions.iter();
+        let idlest = sessions
+            .filter(|(_, it)| greatest.is_none_or(|user| it.user == user))
+            .min_by_key(|(key, it)| (it.used_ms, **key));
+        let idlest = *idlest.expect("a full table has sessions").0;
+        self.end(idlest);
+    }
+
+    fn end_some(&mut self, ending: Ending) {
+        let place = |(key, it): (&u64, &ModelSession)| match ending {
+            Ending::Tree(root) => (it.root == root.0).then_some((0, *key)),
+            Ending::User(user) => (it.user == user.0).then_some((it.used_ms, *key)),
+        };
+        let members: BTreeSet<(u64, u64)> = self.sessions.iter().filter_map(place).collect();
+        for (_, key) in members.iter().take(BOUNDS.ends) {
+            self.end(*key);
         }
+        match members.len() > BOUNDS.ends {
+            true => self.endings.insert(ending),
+            false => self.endings.remove(&ending),
+        };
+    }
+
+    fn forget_some(&mut self, now_ms: u64) {
+        if let Some(ending) = self.endings.first().copied() {
+            self.end_some(ending);
+        }
+        let is_idle = |it: &ModelSession| it.used_ms + SESSION_IDLE_MS <= now_ms;
+        let sessions = self.sessions.iter();
+        let idle: Vec<u64> = sessions
+            .filter(|(_, it)| is_idle(it))
+            .map(|(key, _)| *key)
+            .collect();
+        idle.into_iter().for_each(|key| self.end(key));
     }
 }
 
 fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
     let mut now_ms = 1_000_000;
     for step in steps {
+        table.forget_some(now_ms);
+        model.forget_some(now_ms);
         let view = table.published();
         // Half of the proposers have applied the session's beginning.
         let name = |key: u64| {
@@ -176,18 +212,16 @@ fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
                 model.end(key);
             }
             Step::EndTree(root) => {
-                table.end_tree(AgentSessionKey(root));
-                model.end_all(|it| it.root == root);
+                if table.end_tree(AgentSessionKey(root)) {
+                    model.trees.insert(root, <_>::default());
+                    model.end_some(Ending::Tree(AgentSessionKey(root)));
+                }
             }
             Step::ForgetUser(user) => {
                 table.forget_user(UserKey(user));
-                model.end_all(|it| it.user == user);
+                model.end_some(Ending::User(UserKey(user)));
             }
-            Step::Pass(steps) => {
-                now_ms += steps * STEP_MS + 1;
-                table.forget_idle(now_ms);
-                model.end_all(|it| it.used_ms + SESSION_IDLE_MS <= now_ms);
-            }
+            Step::Pass(steps) => now_ms += steps * STEP_MS + 1,
         }
     }
 }
@@ -216,12 +250,13 @@ proptest! {
     fn sessions_and_trees_equal_a_model_without_places_and_orders(
         steps in prop::collection::vec(step(), 0..60),
     ) {
-        let mut table = Trees::with_max(MAX);
+        let mut table = Trees::with_bounds(BOUNDS);
         let mut model = Model::default();
         run(&mut table, &mut model, steps);
         prop_assert_eq!(seen(&table), (model.sessions, model.trees));
+        prop_assert_eq!(&table.endings, &model.endings);
         prop_assert_eq!(table.check(), Ok(()));
-        prop_assert!(table.places.len() <= MAX);
+        prop_assert!(table.places.len() <= BOUNDS.sessions);
     }
 
     #[test]
@@ -229,14 +264,17 @@ proptest! {
         before in prop::collection::vec(step(), 0..40),
         after in prop::collection::vec(step(), 0..40),
     ) {
-        let mut table = Trees::with_max(MAX);
+        let mut table = Trees::with_bounds(BOUNDS);
         run(&mut table, &mut Model::default(), before);
-        let (image, mut restored) = (table.freeze(), Trees::with_max(MAX));
+        let (image, mut restored) = (table.freeze(), Trees::with_bounds(BOUNDS));
         for piece in image.trees() {
             restored.restore_trees(&piece).expect("trees");
         }
         for piece in image.sessions() {
             restored.restore_sessions(&piece).expect("sessions");
+        }
+        if let Some(endings) = image.endings() {
+            restored.restore_endings(&endings).expect("endings");
         }
         prop_assert_eq!(restored.digest(), table.digest());
         run(&mut table, &mut Model::default(), after.clone());
@@ -245,9 +283,74 @@ proptest! {
     }
 }
 
+/// Begins sessions with these keys, each of a user and a tree of its own, unless they are given.
+fn begin_all(
+    table: &mut Trees,
+    keys: std::ops::Range<u64>,
+    (user, parent): (Option<u64>, Option<u64>),
+    now_ms: u64,
+) {
+    for key in keys {
+        let session = NewSession {
+            user: UserKey(user.unwrap_or(key)),
+            ..new_session(key, parent, 0)
+        };
+        table.begin(&session, now_ms);
+    }
+}
+
+#[test]
+fn a_user_with_endless_names_ends_no_session_of_others() {
+    let mut table = Trees::with_bounds(TreesBounds {
+        sessions: 100,
+        share: 10,
+        ends: 2,
+    });
+    // Those of others are idle for longest.
+    begin_all(&mut table, 0..60, (None, None), 1);
+    begin_all(&mut table, 1000..1500, (Some(999), None), 2);
+    let others = |table: &Trees| {
+        let view = table.published();
+        let owned = |(_, it): &(AgentSessionKey, &AgentSession)| it.user != UserKey(999);
+        view.sessions().filter(owned).count()
+    };
+    assert_eq!((others(&table), table.sessions.len()), (60, 100));
+    // The user makes room for others, until it holds less than a share.
+    begin_all(&mut table, 100..131, (None, None), 3);
+    assert_eq!((others(&table), table.sessions.len()), (91, 100));
+    // Then the idlest session makes room, whoever owns it.
+    begin_all(&mut table, 200..205, (None, None), 4);
+    assert_eq!((others(&table), table.sessions.len()), (91, 100));
+    assert!(table.sessions.get(&AgentSessionKey(4)).is_none());
+}
+
+#[test]
+fn a_great_tree_ends_over_several_commands_and_its_figures_at_once() {
+    let mut table = Trees::with_bounds(TreesBounds {
+        sessions: 100,
+        ..BOUNDS
+    });
+    begin_all(&mut table, 1..8, (Some(1), Some(0)), 1);
+    let turn = SessionTurn {
+        session: SessionRef::Key(AgentSessionKey(7)),
+        usage: usage(5),
+    };
+    table.turn(&turn, 2);
+    assert!(table.end_tree(AgentSessionKey(0)));
+    let tree = table.trees.get(&AgentSessionKey(0)).expect("it has more");
+    let figures = (tree.sessions, tree.turns, tree.usage);
+    assert_eq!(figures, (5, 0, TurnUsage::default()));
+    for left in [3, 1, 0] {
+        table.forget_some(2);
+        assert_eq!(table.sessions.len(), left);
+    }
+    assert!(table.endings.is_empty());
+    assert!(!table.end_tree(AgentSessionKey(0)));
+}
+
 #[test]
 fn a_late_turn_does_not_count_for_the_session_in_its_place() {
-    let mut table = Trees::with_max(MAX);
+    let mut table = Trees::with_bounds(BOUNDS);
     table.begin(&new_session(1, None, 0), 0);
     let first = table.published();
     let first = first
@@ -272,13 +375,13 @@ fn a_late_turn_does_not_count_for_the_session_in_its_place() {
 
 #[test]
 fn damaged_sections_of_sessions_are_refused() {
-    let mut table = Trees::with_max(MAX);
+    let mut table = Trees::with_bounds(BOUNDS);
     table.begin(&new_session(1, None, 0), 0);
     table.begin(&new_session(2, Some(1), 0), 0);
     let image = table.freeze();
     let sessions = image.sessions().next().expect("there are sessions");
     let trees = image.trees().next().expect("there is a tree");
-    let mut twice = Trees::with_max(MAX);
+    let mut twice = Trees::with_bounds(BOUNDS);
     twice.restore_sessions(&sessions).expect("sessions");
     assert!(twice.restore_sessions(&sessions).is_err());
     assert!(twice.check_trees().is_err(), "the tree is missing");

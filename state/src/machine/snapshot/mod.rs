@@ -103,6 +103,9 @@ impl FrozenState {
         for piece in self.trees.sessions() {
             write_section(out, tag::TREE_SESSIONS, &piece)?;
         }
+        if let Some(endings) = self.trees.endings() {
+            write_section(out, tag::TREE_ENDINGS, &endings)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -287,6 +290,7 @@ impl RouterState {
             }
             tag::TREES => self.trees.restore_trees(payload)?,
             tag::TREE_SESSIONS => self.trees.restore_sessions(payload)?,
+            tag::TREE_ENDINGS => self.trees.restore_endings(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             _ => return Err(format!("no section has the tag {tag}")),
         }

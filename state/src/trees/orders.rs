@@ -1,0 +1,90 @@
+//! Orders of all sessions. Everything here follows from the sessions, so snapshots leave it out.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::AgentSession;
+use crate::ids::{AgentSessionKey, UserKey};
+
+/// The sessions in the orders in which they are searched.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct SessionOrders {
+    /// All sessions by `(used_ms, key)`.
+    by_use: BTreeSet<(u64, AgentSessionKey)>,
+    /// Those of each user by `(used_ms, key)`.
+    by_user: BTreeSet<(UserKey, u64, AgentSessionKey)>,
+    /// Those of each tree by key.
+    by_tree: BTreeSet<(AgentSessionKey, AgentSessionKey)>,
+    /// Number of sessions of each user who has any.
+    held: BTreeMap<UserKey, usize>,
+    /// The same, by number.
+    by_held: BTreeSet<(usize, UserKey)>,
+}
+
+impl SessionOrders {
+    pub(super) fn insert(&mut self, key: AgentSessionKey, session: &AgentSession) {
+        self.by_tree.insert((session.root, key));
+        self.used(key, session);
+        self.hold(session.user, |held| held + 1);
+    }
+
+    pub(super) fn remove(&mut self, key: AgentSessionKey, session: &AgentSession) {
+        self.by_tree.remove(&(session.root, key));
+        self.unused(key, session);
+        self.hold(session.user, |held| held - 1);
+    }
+
+    /// Moves a session that was used.
+    pub(super) fn replace(
+        &mut self,
+        key: AgentSessionKey,
+        before: &AgentSession,
+        after: &AgentSession,
+    ) {
+        if before.used_ms != after.used_ms {
+            self.unused(key, before);
+            self.used(key, after);
+        }
+    }
+
+    /// Returns the session that was idle for longest, with its last use.
+    pub(super) fn idlest(&self) -> Option<(u64, AgentSessionKey)> {
+        self.by_use.first().copied()
+    }
+
+    /// Returns the user with the most sessions, with their number.
+    pub(super) fn holds_most(&self) -> Option<(usize, UserKey)> {
+        self.by_held.last().copied()
+    }
+
+    /// Iterates over the sessions of a user, the one that was idle for longest first.
+    pub(super) fn of_user(&self, user: UserKey) -> impl Iterator<Item = AgentSessionKey> {
+        let from = self.by_user.range((user, 0, AgentSessionKey(0))..);
+        from.take_while(move |it| it.0 == user).map(|it| it.2)
+    }
+
+    /// Iterates over the sessions of the tree with the root `root`, by key.
+    pub(super) fn of_tree(&self, root: AgentSessionKey) -> impl Iterator<Item = AgentSessionKey> {
+        let from = self.by_tree.range((root, AgentSessionKey(0))..);
+        from.take_while(move |it| it.0 == root).map(|it| it.1)
+    }
+
+    fn used(&mut self, key: AgentSessionKey, session: &AgentSession) {
+        self.by_use.insert((session.used_ms, key));
+        self.by_user.insert((session.user, session.used_ms, key));
+    }
+
+    fn unused(&mut self, key: AgentSessionKey, session: &AgentSession) {
+        self.by_use.remove(&(session.used_ms, key));
+        self.by_user.remove(&(session.user, session.used_ms, key));
+    }
+
+    fn hold(&mut self, user: UserKey, change: impl FnOnce(usize) -> usize) {
+        let before = self.held.remove(&user).unwrap_or(0);
+        let after = change(before);
+        self.by_held.remove(&(before, user));
+        if after > 0 {
+            self.held.insert(user, after);
+            self.by_held.insert((after, user));
+        }
+    }
+}
