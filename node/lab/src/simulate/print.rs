@@ -126,6 +126,8 @@ fn agents(comparison: &SimComparison) -> FittedTable {
         column("missed elsewhere %").number(),
         column("sub-agents").number().rank(1),
         column("at parent's prefix %").number(),
+        column("parent has room %").number().rank(1),
+        column("then there %").number(),
     ]);
     for run in &comparison.runs {
         let Some(agents) = &run.agents else {
@@ -138,6 +140,8 @@ fn agents(comparison: &SimComparison) -> FittedTable {
             format!("{:.1}", 100.0 * agents.missed_elsewhere),
             agents.children.to_string(),
             format!("{:.1}", 100.0 * agents.at_parents_prefix),
+            format!("{:.1}", 100.0 * agents.with_room),
+            format!("{:.1}", 100.0 * agents.at_parents_prefix_with_room),
         ]);
     }
     table

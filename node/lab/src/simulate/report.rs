@@ -167,6 +167,11 @@ pub struct AgentFigures {
     /// Share of these that were sent to the engine of their parent's last turn, while it had all
     /// that their prompts share.
     pub at_parents_prefix: f64,
+    /// Share of the first turns of sub-agents for which that engine had room: it had all that their
+    /// prompts share, and no request waited there.
+    pub with_room: f64,
+    /// Share of these that were sent there.
+    pub at_parents_prefix_with_room: f64,
 }
 
 /// Curves and distributions of a run, for plots.
@@ -279,6 +284,8 @@ impl AgentFigures {
             missed_elsewhere: ratio(agents.missed_tokens, tally.prompt_tokens),
             children: agents.children,
             at_parents_prefix: ratio(agents.at_parent, agents.children),
+            with_room: ratio(agents.with_room, agents.children),
+            at_parents_prefix_with_room: ratio(agents.at_parent_with_room, agents.with_room),
         })
     }
 }

@@ -93,6 +93,11 @@ pub struct AgentTally {
     /// Number of these that were sent to the engine of their parent's last turn, while it had all
     /// that their prompts share.
     pub at_parent: u64,
+    /// Number of first turns of sub-agents for which the engine of their parent's last turn had room:
+    /// it had all that their prompts share, and no request waited there.
+    pub with_room: u64,
+    /// Number of these that were sent there.
+    pub at_parent_with_room: u64,
 }
 
 /// Figures at equal intervals of time, one entry per interval or point.

@@ -498,6 +498,8 @@ fn agents_send_every_turn_once_under_every_policy() {
             .filter(|it| it.shared_tokens.is_some());
         let sent = (agents.turns, agents.children);
         assert_eq!(sent, (run.requests, children.count() as u64));
+        assert!(agents.at_parents_prefix >= agents.with_room * agents.at_parents_prefix_with_room);
+        assert!(agents.with_room > 0.0 && agents.at_parents_prefix_with_room <= 1.0);
         at_longest.push(agents.at_longest_prefix);
     }
     let [cost, session, random] = at_longest[..] else {

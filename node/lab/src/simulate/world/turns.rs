@@ -111,11 +111,17 @@ impl SimWorld<'_> {
         agents.at_longest += u64::from(longest > 0 && here == longest);
         agents.missed_tokens += u64::from(longest - here);
         if let (Some(parent), Some(shared)) = (session.parent, turn.shared_tokens) {
-            let is_at_parent = self.turns.engines[parent] == Some(engine);
+            let parents = self.turns.engines[parent];
             // A block that has the end of the common text is the sub-agent's own.
             let block = self.plan.block_tokens;
+            let has_shared = |engine: usize| held(&self.engines[engine]) / block >= shared / block;
+            let parents = parents.filter(|engine| has_shared(*engine));
+            let is_there = parents == Some(engine);
+            let has_room = parents.is_some_and(|it| self.engines[it].figures().waiting == 0);
             agents.children += 1;
-            agents.at_parent += u64::from(is_at_parent && here / block >= shared / block);
+            agents.at_parent += u64::from(is_there);
+            agents.with_room += u64::from(has_room);
+            agents.at_parent_with_room += u64::from(is_there && has_room);
         }
         self.turns.engines[turn.session] = Some(engine);
     }
