@@ -125,7 +125,7 @@ pub(super) async fn list(
     let (found, next_cursor) = page_of(found.into_iter(), after, limit);
     let users = found.iter().map(|(_, (it, _))| it.user).collect();
     let names = SessionNaming::of(&admin, &users);
-    let mut homes = homes(&trees, found.iter().map(|((_, root), _)| *root).collect());
+    let mut homes = homes(&trees, &found.iter().map(|((_, root), _)| *root).collect());
     let (sessions_total, trees_total) = trees.counts();
     let summary = |((_, root), it): (Position, UsedTree<'_>)| {
         summary(&names, (root, it), homes.remove(&root).unwrap_or_default())
@@ -156,7 +156,7 @@ type HomeCounts = BTreeMap<BackendRef, u32>;
 /// Counts the sessions of these trees at each home.
 fn homes(
     trees: &TreesView,
-    listed: BTreeSet<AgentSessionKey>,
+    listed: &BTreeSet<AgentSessionKey>,
 ) -> BTreeMap<AgentSessionKey, HomeCounts> {
     let mut homes = BTreeMap::<_, HomeCounts>::new();
     for (_, session) in trees.sessions() {
