@@ -208,6 +208,9 @@ impl Admission {
                 }
             }
         }
+        if which == AdmissionTry::Now {
+            return Err(AdmissionRejection::NoBackend(RoutingRejection::AtLimit));
+        }
         let mut place = self.queue(candidate, (excluded, which), sought, now)?;
         place.turn().await
     }

@@ -57,6 +57,8 @@ pub enum AdmissionTry {
     First,
     /// A retry after a backend did not run the request, which has had its turn.
     Again,
+    /// A request that runs elsewhere, and stays there unless another backend has room at once.
+    Now,
 }
 
 /// An admitted request, which has a backend and counts as running there. Dropping it ends its

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use api::proxy::{RequestOutcome, StreamResume};
+use api::proxy::{Charges, RequestOutcome, StreamResume};
 use state::command::Command;
 use tokio::sync::Semaphore;
 
@@ -504,4 +504,92 @@ async fn a_stream_that_no_other_backend_takes_stays_where_it_is() {
     assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
     let charge = fleet.charged().await;
     assert_eq!((charge.input_uncached, charge.output), (7, 2));
+}
+
+#[tokio::test]
+async fn a_stream_that_stalls_stays_if_no_other_backend_takes_it() {
+    let gate = Arc::new(Semaphore::new(0));
+    let opened = Arc::clone(&gate);
+    let engine = Engine::always(vec![
+        stream_head(),
+        chunk(&delta("a", 1)),
+        Step::Await(gate),
+        chunk(&delta("b", 2)),
+        chunk(DONE),
+        last_chunk(),
+    ])
+    .await;
+    let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
+        settings.streams.stall = Some(Duration::from_millis(20));
+    })
+    .await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    client.read_until("\"a\"").await;
+    let labels = || {
+        let mut page = String::new();
+        let mut registry = prometheus_client::registry::Registry::default();
+        fleet.metrics.register(&mut registry);
+        prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
+        page
+    };
+    let counted = "streams_broken_total{cause=\"stalled\",result=\"no-backend\"} 1";
+    eventually("no other backend was found", || labels().contains(counted)).await;
+    opened.add_permits(1);
+    let answer = client.answer().await;
+    assert_eq!(text(&answer), "ab");
+    assert!(answer.body.ends_with(DONE));
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!((charge.input_uncached, charge.output), (7, 2));
+}
+
+#[tokio::test]
+async fn a_client_that_received_nothing_gets_the_role_of_the_next_engine() {
+    let broken = Arc::new(AtomicUsize::new(0));
+    let script = move |_: &str| match broken.fetch_add(1, Ordering::SeqCst) {
+        0 => vec![stream_head(), chunk(": ping\n\n"), Step::Close],
+        _ => vec![
+            stream_head(),
+            chunk(ROLE),
+            chunk(&delta("a", 1)),
+            chunk(DONE),
+            last_chunk(),
+        ],
+    };
+    let engines = [
+        Engine::answering(script.clone()).await,
+        Engine::answering(script).await,
+    ];
+    let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
+    let asked = chat(&format!("{STREAM},\"logprobs\":true"));
+    let answer = fleet.client().await.ask(asked).await;
+    assert_eq!(
+        answer.body.matches("assistant").count(),
+        1,
+        "{}",
+        answer.body
+    );
+    assert_eq!(text(&answer), "a");
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn the_end_of_a_completed_stream_waits_for_its_charge_if_charges_are_durable() {
+    let stop = "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n";
+    let engine = engine(&[&delta("ab", 2), stop], &[]).await;
+    let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
+        settings.charges = Charges::Durable;
+    })
+    .await;
+    fleet.keep_flushing();
+    let answer = fleet.client().await.ask(chat(STREAM)).await;
+    assert!(
+        answer.body.ends_with(&format!("{stop}{DONE}")),
+        "{}",
+        answer.body
+    );
+    assert!(answer.is_complete);
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
 }

@@ -73,6 +73,14 @@ impl StateView {
         self.registry.load_full()
     }
 
+    /// Whether the streams of the backend in `slot` are to go on elsewhere, because it drains. As
+    /// cheap as a load, because every stream asks for every event.
+    #[must_use]
+    pub fn moves_streams(&self, slot: Slot) -> bool {
+        let registry = self.registry.load();
+        registry.backend(slot).is_some_and(|it| it.moves_streams)
+    }
+
     /// Returns the measurements and derived limits of the backends, as of their last change. Cheap;
     /// use the guard for one decision and do not keep it.
     #[must_use]

@@ -45,6 +45,8 @@ pub(in crate::proxy) struct OutgoingRequest<'a> {
     pub(in crate::proxy) proxied: &'a ProxiedRequest,
     pub(in crate::proxy) uri: Uri,
     pub(in crate::proxy) body: Segments,
+    /// The body that continues an answer; `None` if `body` is that of the client.
+    pub(in crate::proxy) continued: Option<Bytes>,
     /// Body member that tells the decode engine where to get a prompt that another engine computed.
     pub(in crate::proxy) transfer: Option<Bytes>,
     /// Session of the two engines that run the request at once; `None` with any other handover.

@@ -1,31 +1,31 @@
 //! Sends the request that continues a stream whose backend has failed.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
 use http_body_util::{BodyExt, Collected};
 use state::ids::Slot;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::request_context::ProxiedRequest;
 use super::{Answered, Tries, Unanswered, content, exclude_engine, outgoing, respond};
-use crate::engines::backends::AnswerForm;
-use crate::engines::backends::pool::Segments;
+use crate::engines::backends::pool::{EngineBody, Segments};
+use crate::engines::backends::{AnswerForm, EngineKind};
 use crate::proxy::Proxy;
 use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::request::dialect::Dialect;
 use crate::proxy::request::usage_options::WantedUsage;
 use crate::proxy::response::continuation::{
-    ContinuedAnswer, Continuer, FailedAttempt, Obstacle, PendingContinuation, RelayedAnswer,
-    continued_body,
+    COMPLETION_TOKENS, ContinuedAnswer, Continuer, Obstacle, PendingContinuation, PresentAttempt,
+    RelayedAnswer, Seam, continued_body,
 };
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_body::{BodyKind, Continuation};
 use crate::proxy::settings::StreamResume;
-use crate::routing::{Attempt, AttemptEnd};
+use crate::routing::AttemptEnd;
 
 /// Share of `limits.max_held_bodies` that the bodies of streams may take in addition.
 const KEPT_DIVISOR: u64 = 2;
@@ -100,77 +100,79 @@ struct StreamContinuer {
 }
 
 impl Continuer for StreamContinuer {
-    fn is_chat(&self) -> bool {
-        self.is_chat
-    }
-
-    fn body(&self, relayed: &RelayedAnswer, moves: bool) -> Result<Bytes, Obstacle> {
+    fn body(&self, relayed: &RelayedAnswer, slot: Slot, moves: bool) -> Result<Bytes, Obstacle> {
         let (proxy, proxied) = (&self.proxy, &self.proxied);
         if (proxy.poison_requests).refuses(&proxied.body, &proxied.identity) {
             return Err(Obstacle::BreaksBackends);
         }
-        let tries = self.tries.lock().unwrap_or_else(PoisonError::into_inner);
-        if !moves && tries.count >= proxy.settings.retry.attempts {
+        if !moves && self.lock_tries().count >= proxy.settings.retry.attempts {
             return Err(Obstacle::NoAttempts);
         }
         let (sending, _) = outgoing(proxy, proxied);
-        continued_body(proxied.head.uri.path(), &whole(sending.body), relayed)
+        let is_endless = proxy.backends.kind(slot) == Some(EngineKind::LlamaCpp);
+        let tokens_max = (!is_endless).then_some(COMPLETION_TOKENS);
+        let path = proxied.head.uri.path();
+        continued_body(path, &whole(sending.body), relayed, tokens_max)
     }
 
     fn go_on(
         &mut self,
-        failed: FailedAttempt,
-        body: Bytes,
-        relayed: &RelayedAnswer,
-    ) -> PendingContinuation {
-        let (proxy, proxied) = (Arc::clone(&self.proxy), Arc::clone(&self.proxied));
-        let FailedAttempt { attempt, slot, end } = failed;
-        proxied.hand_over(attempt, end);
-        proxy.metrics.retries.inc();
-        let shared = Arc::clone(&self.tries);
-        let mut tries = shared
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        tries.excluded.push(slot);
-        exclude_engine(&proxy, slot, &mut tries.excluded);
-        let text = relayed.text().unwrap_or_default().to_owned();
-        Box::pin(async move {
-            let asked = ask(&proxy, &proxied, body, &mut tries, &text).await;
-            *shared.lock().unwrap_or_else(PoisonError::into_inner) = tries;
-            asked
-        })
-    }
-
-    fn is_moving(&self, slot: Slot) -> bool {
-        let registry = self.proxy.view.registry();
-        let moves = registry.backend(slot).is_some_and(|it| it.moves_streams);
-        moves && self.proxy.moving_streams.load(Relaxed) < MOVES_MAX
-    }
-
-    fn move_away(
-        &mut self,
-        (attempt, slot): (&mut Attempt, Slot),
+        (present, slot): (PresentAttempt<'_>, Slot),
         body: Bytes,
         relayed: &RelayedAnswer,
     ) -> Result<PendingContinuation, Obstacle> {
         let (proxy, proxied) = (Arc::clone(&self.proxy), Arc::clone(&self.proxied));
-        let moving = MoveGuard::count(&proxy).ok_or(Obstacle::TooManyMoves)?;
-        proxied.lend(attempt);
-        let mut tries = Tries {
-            excluded: vec![slot],
-            count: 1,
+        let is_move = matches!(present, PresentAttempt::Moving(_));
+        let moving = match is_move {
+            true => Some(MoveGuard::count(&proxy).ok_or(Obstacle::TooManyMoves)?),
+            false => None,
         };
+        let is_lent = match present {
+            PresentAttempt::Failed(attempt, end) => {
+                proxied.hand_over(attempt, end);
+                false
+            }
+            PresentAttempt::Pausing(attempt) | PresentAttempt::Moving(attempt) => {
+                proxied.lend(attempt);
+                true
+            }
+        };
+        let mut tries = match is_move {
+            true => Tries {
+                excluded: Vec::new(),
+                count: 1,
+                is_move,
+            },
+            false => self.lock_tries().clone(),
+        };
+        tries.excluded.push(slot);
         exclude_engine(&proxy, slot, &mut tries.excluded);
+        proxy.metrics.retries.inc();
+        let begun = relayed.has_begun();
+        let seam = begun.then(|| Seam::behind(relayed, self.is_chat));
         let text = relayed.text().unwrap_or_default().to_owned();
+        let shared = Arc::clone(&self.tries);
         Ok(Box::pin(async move {
-            let asked = ask(&proxy, &proxied, body, &mut tries, &text).await;
-            if asked.is_err() {
+            let asked = ask(&proxy, &proxied, (body, seam), &mut tries, &text).await;
+            if is_lent && asked.is_err() {
                 proxied.take_back();
+            }
+            if !is_move {
+                *shared.lock().unwrap_or_else(PoisonError::into_inner) = tries;
             }
             drop(moving);
             asked
         }))
+    }
+
+    fn is_moving(&self, slot: Slot) -> bool {
+        self.proxy.view.moves_streams(slot) && self.proxy.moving_streams.load(Relaxed) < MOVES_MAX
+    }
+}
+
+impl StreamContinuer {
+    fn lock_tries(&self) -> MutexGuard<'_, Tries> {
+        self.tries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -197,12 +199,13 @@ impl Drop for MoveGuard {
 async fn ask(
     proxy: &Arc<Proxy>,
     proxied: &Arc<ProxiedRequest>,
-    body: Bytes,
+    (body, mut seam): (Bytes, Option<Seam>),
     tries: &mut Tries,
     text: &str,
 ) -> Result<ContinuedAnswer, Obstacle> {
     let (mut sending, _) = outgoing(proxy, proxied);
-    sending.body = Segments::from(body);
+    sending.body = Segments::from(body.clone());
+    sending.continued = Some(body);
     let answered = respond(proxy, proxied, &mut sending, tries, &mut Retry).await;
     let Answered {
         response,
@@ -219,7 +222,7 @@ async fn ask(
             Obstacle::NoBackend
         }
     })?;
-    let (head, body) = response.into_parts();
+    let (head, mut body) = response.into_parts();
     let path = proxied.head.uri.path();
     let kind = content(
         head.status,
@@ -235,15 +238,55 @@ async fn ask(
         attempt.end(end, Instant::now());
         return Err(Obstacle::Refused(head.status.as_u16()));
     }
+    let slot = decision.backend.slot;
+    let begun = begin(&mut body, seam.as_mut());
+    let first = match timeout_at(sending.first_byte_by, begun).await {
+        Ok(Ok(first)) => first,
+        failed => {
+            attempt.end(AttemptEnd::Broken, Instant::now());
+            return Err(match failed {
+                Ok(Err(Some(obstacle))) => obstacle,
+                Ok(Err(None)) => {
+                    proxy.backends.report_failure(slot);
+                    sending.watched.broke();
+                    Obstacle::NoBackend
+                }
+                _ => Obstacle::NoBackend,
+            });
+        }
+    };
     attempt.set_response_form(AnswerForm::of(path, true));
     attempt.set_hidden_output(None);
     proxied.goes_on(&mut attempt, text);
     Ok(ContinuedAnswer {
         body,
         attempt,
-        slot: decision.backend.slot,
+        slot,
         watched: sending.watched,
+        seam,
+        first,
     })
+}
+
+/// Reads a stream until something of it continues the answer. Fails with the obstacle, or with
+/// `None` if the connection breaks.
+async fn begin(
+    body: &mut EngineBody,
+    mut seam: Option<&mut Seam>,
+) -> Result<Bytes, Option<Obstacle>> {
+    while let Some(frame) = body.frame().await {
+        let Ok(data) = frame.map_err(|_| None)?.into_data() else {
+            continue;
+        };
+        let passed = match &mut seam {
+            Some(seam) => seam.push(&data).map_err(Some)?,
+            None => data,
+        };
+        if !passed.is_empty() {
+            return Ok(passed);
+        }
+    }
+    Ok(Bytes::new())
 }
 
 /// Returns a body in one piece.

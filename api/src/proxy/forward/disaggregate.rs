@@ -19,7 +19,6 @@ use tokio::time::{Instant, timeout_at};
 
 use super::attempt::{AttemptError, OutgoingRequest, PendingAttempt, Post, note, post};
 use super::blame::{refuses_router, report_status};
-use super::request_context::ProxiedRequest;
 use crate::engines::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
@@ -148,7 +147,7 @@ async fn compute(
         pending.is_sent.store(true, Relaxed);
     };
     let request = Post {
-        body: prefill_body(sending.proxied),
+        body: prefill_body(sending),
         trace,
         sent: &sent,
     };
@@ -224,8 +223,10 @@ fn settle(
 
 /// Returns the body for a prefill engine: the client's, changed to generate one token and keep the
 /// blocks.
-fn prefill_body(proxied: &ProxiedRequest) -> Segments {
-    one_token(proxied.head.uri.path(), &proxied.body, proxied.salt()).into()
+fn prefill_body(sending: &OutgoingRequest<'_>) -> Segments {
+    let proxied = sending.proxied;
+    let body = sending.continued.as_ref().unwrap_or(&proxied.body);
+    one_token(proxied.head.uri.path(), body, proxied.salt()).into()
 }
 
 fn one_token(path: &str, body: &[u8], salt: Option<&str>) -> Bytes {

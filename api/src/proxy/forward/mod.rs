@@ -100,6 +100,7 @@ pub(super) async fn forward(
     let mut tries = Tries {
         excluded: excluded_at_first(proxy, proxied).await?,
         count: 0,
+        is_move: false,
     };
     let answered = respond(proxy, proxied, &mut sending, &mut tries, request_metrics).await;
     let Answered {
@@ -133,6 +134,8 @@ pub(super) struct Tries {
     excluded: Vec<Slot>,
     /// Number of backends that were tried.
     count: u32,
+    /// Whether the stream moves: it does not wait for another backend.
+    is_move: bool,
 }
 
 /// A response whose body has begun.
@@ -165,6 +168,7 @@ async fn respond(
         let arrived = Instant::now();
         let which = match tries.count {
             0 => AdmissionTry::First,
+            _ if tries.is_move => AdmissionTry::Now,
             _ => AdmissionTry::Again,
         };
         let (decision, taken) = match admit(proxy, proxied, (&tries.excluded, which)).await {
@@ -355,6 +359,7 @@ fn outgoing<'a>(
         proxied,
         uri,
         body: salted(proxied.salt(), &proxied.parsed, body),
+        continued: None,
         transfer: None,
         bootstrap_session: None,
         first_byte_by: Instant::now(),

@@ -171,6 +171,11 @@ impl RequestAccounting {
         self.attempt.take()
     }
 
+    /// Forgets the error of a response that is complete nevertheless.
+    pub(super) fn forgives(&mut self) {
+        self.error = None;
+    }
+
     /// Goes on with the attempt that continues the stream.
     pub(super) fn continues(&mut self, mut attempt: Attempt) {
         attempt.first_token(Instant::now());

@@ -22,7 +22,6 @@ const ANY_VALUE: &[&str] = &[
     "chat_template_kwargs",
     "documents",
     "ignore_eos",
-    "include_reasoning",
     "include_stop_str_in_output",
     "kv_transfer_params",
     "logit_bias",
@@ -46,7 +45,6 @@ const ANY_VALUE: &[&str] = &[
     "rid",
     "safety_identifier",
     "seed",
-    "separate_reasoning",
     "service_tier",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -55,7 +53,6 @@ const ANY_VALUE: &[&str] = &[
     "store",
     "stream",
     "stream_options",
-    "stream_reasoning",
     "temperature",
     "tools",
     "top_k",
@@ -71,6 +68,9 @@ const SOME_VALUES: &[(&str, &[&str])] = &[
     ("repetition_penalty", &["1", "1.0"]),
     ("length_penalty", &["1", "1.0"]),
     ("add_generation_prompt", &["true"]),
+    ("include_reasoning", &["true"]),
+    ("separate_reasoning", &["true"]),
+    ("stream_reasoning", &["true"]),
     ("tool_choice", &["\"auto\"", "\"none\""]),
     ("response_format", &["{\"type\":\"text\"}"]),
     ("modalities", &["[\"text\"]"]),
@@ -78,18 +78,25 @@ const SOME_VALUES: &[(&str, &[&str])] = &[
 
 /// Values of any other field that mean as much as its absence.
 const NEUTRAL: &[&str] = &["null", "false", "\"\"", "[]", "{}"];
+/// Fields that hide reasoning if they are false. What is hidden cannot be sent back.
+const HIDING: &[&str] = &[
+    "include_reasoning",
+    "separate_reasoning",
+    "stream_reasoning",
+];
 /// Penalties that count tokens of the answer, which are tokens of the prompt once it is continued.
 /// `0` is neutral.
 const PENALTIES: &[&str] = &["presence_penalty", "frequency_penalty"];
 
 /// Maximum number of tokens of `/v1/completions` in OpenAI's API if the request sets none.
-const COMPLETION_TOKENS: u64 = 16;
+pub(in crate::proxy) const COMPLETION_TOKENS: u64 = 16;
 
 /// Texts in an answer of a chat that chat templates treat as a part of its own.
 const REASONING: [&str; 2] = ["<think>", "</think>"];
 
 /// Returns the body that continues what was `relayed` of the answer to `body`, which was sent to
-/// `path`.
+/// `path`. Completions have at most `tokens_max` tokens if the request sets no maximum; `None` for
+/// no limit.
 ///
 /// # Errors
 /// Returns the obstacle if the answer cannot be continued exactly.
@@ -97,9 +104,18 @@ pub(in crate::proxy) fn continued_body(
     path: &str,
     body: &Bytes,
     relayed: &RelayedAnswer,
+    tokens_max: Option<u64>,
 ) -> Result<Bytes, Obstacle> {
+    let text = relayed.text()?;
+    if text.is_empty() {
+        // The answer begins again.
+        return Ok(body.clone());
+    }
     let is_chat = path == "/v1/chat/completions";
-    let kept = kept_text(relayed.text()?, is_chat)?;
+    let kept = kept_text(text, is_chat)?;
+    if is_chat && relayed.prompt_tokens().is_none() {
+        return Err(Obstacle::NoUsage);
+    }
     let open = memchr::memchr(b'{', body).map_or(0, |brace| brace + 1);
     let mut continued = body.slice(..open).to_vec();
     let (mut has_prompt, mut has_limit) = (false, false);
@@ -134,14 +150,16 @@ pub(in crate::proxy) fn continued_body(
         return Err(Obstacle::TokenPrompt);
     }
     if kept.is_empty() {
-        // The answer begins again.
+        // All white space is generated again.
         return Ok(body.clone());
     }
     if is_chat {
         append(&mut continued, "add_generation_prompt", "false");
         append(&mut continued, "continue_final_message", "true");
-    } else if !has_limit && relayed.kept_tokens() < COMPLETION_TOKENS {
-        let left = COMPLETION_TOKENS - relayed.kept_tokens();
+    } else if let Some(tokens_max) = tokens_max.filter(|_| !has_limit)
+        && relayed.kept_tokens() < tokens_max
+    {
+        let left = tokens_max - relayed.kept_tokens();
         append(&mut continued, "max_tokens", &left.to_string());
     }
     continued.push(b'}');
@@ -164,9 +182,11 @@ fn kept_text(text: &str, is_chat: bool) -> Result<&str, Obstacle> {
 
 /// Checks that an answer can be continued with the field `name` set to `value`.
 fn check_field(name: &str, value: &str) -> Result<(), Obstacle> {
-    let is_of = |(field, values): &(&str, &[&str])| *field == name && values.contains(&value);
+    let dense: String = value.split_ascii_whitespace().collect();
+    let is_of = |(field, values): &(&str, &[&str])| *field == name && values.contains(&&*dense);
+    let is_neutral = NEUTRAL.contains(&&*dense) && (dense == "null" || !HIDING.contains(&name));
     let is_fine = ANY_VALUE.contains(&name)
-        || NEUTRAL.contains(&value)
+        || is_neutral
         || SOME_VALUES.iter().any(is_of)
         || PENALTIES.contains(&name) && matches!(value, "0" | "0.0");
     match is_fine {
@@ -219,7 +239,10 @@ mod tests {
     fn relayed(texts: &[&str]) -> RelayedAnswer {
         let mut relayed = RelayedAnswer::new(1000);
         for text in texts {
-            let event = serde_json::json!({"choices": [{"index": 0, "text": text}]});
+            let event = serde_json::json!({
+                "choices": [{"index": 0, "text": text}],
+                "usage": {"prompt_tokens": 5, "completion_tokens": relayed.tokens() + 1},
+            });
             relayed.note(&inspect(event.to_string().as_bytes()));
         }
         relayed
@@ -227,7 +250,7 @@ mod tests {
 
     fn continued(path: &str, body: &str, texts: &[&str]) -> Result<String, Obstacle> {
         let body = Bytes::copy_from_slice(body.as_bytes());
-        let body = continued_body(path, &body, &relayed(texts))?;
+        let body = continued_body(path, &body, &relayed(texts), Some(COMPLETION_TOKENS))?;
         Ok(String::from_utf8(body.to_vec()).unwrap())
     }
 
@@ -271,7 +294,9 @@ mod tests {
             (r#""echo":true"#, false),
             (r#""best_of":2"#, false),
             (r#""use_beam_search":true"#, false),
-            (r#""response_format":{"type":"text"}"#, true),
+            (r#""response_format":{"type": "text" }"#, true),
+            (r#""include_reasoning":false"#, false),
+            (r#""include_reasoning":true"#, true),
             (r#""response_format":{"type":"json_object"}"#, false),
             (r#""guided_json":{"a":1}"#, false),
             (r#""structured_outputs":{"regex":"a"}"#, false),
@@ -294,6 +319,25 @@ mod tests {
         }
         let ids = continued(COMPLETIONS, r#"{"prompt":[1,2]}"#, &["a"]);
         assert_eq!(ids, Err(Obstacle::TokenPrompt));
+    }
+
+    #[test]
+    fn an_answer_without_output_begins_again_whatever_its_fields() {
+        let body = r#"{"prompt":[1,2],"logprobs":1,"n":2}"#;
+        assert_eq!(continued(COMPLETIONS, body, &[]).unwrap(), body);
+    }
+
+    #[test]
+    fn a_chat_whose_engine_reports_no_usage_is_not_continued() {
+        let mut relayed = RelayedAnswer::new(1000);
+        relayed.note(&inspect(br#"{"choices":[{"index":0,"text":"a"}]}"#));
+        let body = Bytes::from_static(br#"{"messages":[{}],"prompt":"p"}"#);
+        let continued = |path| continued_body(path, &body, &relayed, None);
+        assert_eq!(continued(CHAT), Err(Obstacle::NoUsage));
+        assert_eq!(
+            continued(COMPLETIONS).unwrap(),
+            r#"{"messages":[{}],"prompt":"pa"}"#
+        );
     }
 
     #[test]

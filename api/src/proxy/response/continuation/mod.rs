@@ -19,7 +19,7 @@ use std::pin::Pin;
 use bytes::Bytes;
 use state::ids::Slot;
 
-pub(in crate::proxy) use self::body::continued_body;
+pub(in crate::proxy) use self::body::{COMPLETION_TOKENS, continued_body};
 pub(in crate::proxy) use self::relayed::RelayedAnswer;
 pub(in crate::proxy) use self::seam::Seam;
 use crate::engines::backends::pool::EngineBody;
@@ -45,6 +45,10 @@ pub(in crate::proxy) enum Obstacle {
     /// Chat templates may change the text when it is sent back.
     #[error("chat templates may change such a text")]
     Template,
+    /// The engine does not report usage while it streams, so that nothing would show whether another
+    /// one continues the message.
+    #[error("the backend reports no usage while it streams")]
+    NoUsage,
     /// All tokens that the request allows were generated.
     #[error("the answer had reached its maximum length")]
     AtLimit,
@@ -79,6 +83,7 @@ impl From<&Obstacle> for BreakResult {
             Obstacle::OtherOutput => "other-output",
             Obstacle::TooLong => "too-long",
             Obstacle::Template => "template",
+            Obstacle::NoUsage => "no-usage",
             Obstacle::AtLimit => "at-limit",
             Obstacle::IncompleteEvent => "incomplete-event",
             Obstacle::BreaksBackends => "breaks-backends",
@@ -99,15 +104,20 @@ pub(in crate::proxy) struct ContinuedAnswer {
     /// Slot of the next backend.
     pub(in crate::proxy) slot: Slot,
     pub(in crate::proxy) watched: WatchedRequest,
+    /// Seam of the stream; `None` if the client has received nothing.
+    pub(in crate::proxy) seam: Option<Seam>,
+    /// First events of the next engine, which continue the stream.
+    pub(in crate::proxy) first: Bytes,
 }
 
-/// An attempt whose backend has failed in the middle of its answer.
-pub(in crate::proxy) struct FailedAttempt {
-    pub(in crate::proxy) attempt: Attempt,
-    /// Slot of the backend.
-    pub(in crate::proxy) slot: Slot,
-    /// How the attempt ends.
-    pub(in crate::proxy) end: AttemptEnd,
+/// The attempt at an answer that is to go on elsewhere.
+pub(in crate::proxy) enum PresentAttempt<'a> {
+    /// The backend has failed. The attempt ends thus.
+    Failed(Attempt, AttemptEnd),
+    /// The backend pauses, and may go on.
+    Pausing(&'a mut Attempt),
+    /// The backend drains, and goes on until another one does.
+    Moving(&'a mut Attempt),
 }
 
 /// Future of an answer that goes on.
@@ -116,29 +126,18 @@ pub(in crate::proxy) type PendingContinuation =
 
 /// Sends requests that continue an answer.
 pub(in crate::proxy) trait Continuer: Send {
-    /// Whether the stream is that of a chat.
-    fn is_chat(&self) -> bool;
-
-    /// Returns the body of the request that continues what was `relayed`.
+    /// Returns the body of the request that continues what was `relayed` from the backend in `slot`.
     /// A stream that `moves` has not failed, so its attempts do not count.
-    fn body(&self, relayed: &RelayedAnswer, moves: bool) -> Result<Bytes, Obstacle>;
+    fn body(&self, relayed: &RelayedAnswer, slot: Slot, moves: bool) -> Result<Bytes, Obstacle>;
 
-    /// Ends the attempt that has failed, and sends `body` to another backend.
+    /// Sends `body` to another backend than that in `slot`.
     fn go_on(
         &mut self,
-        failed: FailedAttempt,
-        body: Bytes,
-        relayed: &RelayedAnswer,
-    ) -> PendingContinuation;
-
-    /// Whether the streams of the backend in `slot` are to move, and one more may do so now.
-    fn is_moving(&self, slot: Slot) -> bool;
-
-    /// Sends `body` to another backend, while `attempt` at the backend in `slot` still runs.
-    fn move_away(
-        &mut self,
-        from: (&mut Attempt, Slot),
+        from: (PresentAttempt<'_>, Slot),
         body: Bytes,
         relayed: &RelayedAnswer,
     ) -> Result<PendingContinuation, Obstacle>;
+
+    /// Whether the streams of the backend in `slot` are to move, and one more may do so now.
+    fn is_moving(&self, slot: Slot) -> bool;
 }

@@ -5,7 +5,7 @@ use crate::proxy::response::answer_usage::AnswerDelta;
 use crate::routing::Usage;
 
 /// Maximum length of the text of one token on average, in bytes, for the bound on the text.
-const TOKEN_BYTES_MAX: u64 = 64;
+const TOKEN_BYTES_MAX: u64 = 16;
 
 /// Text and properties of the answer that a client has received so far.
 #[derive(Debug)]
@@ -27,6 +27,8 @@ pub(in crate::proxy) struct RelayedAnswer {
     obstacle: Option<Obstacle>,
     /// Whether the answer is complete, even if the stream's end is missing.
     is_complete: bool,
+    /// Whether the client has received an event.
+    has_begun: bool,
 }
 
 impl RelayedAnswer {
@@ -42,6 +44,7 @@ impl RelayedAnswer {
             created: Box::default(),
             obstacle: None,
             is_complete: false,
+            has_begun: false,
         }
     }
 
@@ -51,6 +54,7 @@ impl RelayedAnswer {
             self.id = event.id.into();
             self.created = event.created.into();
         }
+        self.has_begun = true;
         self.is_complete |= event.ends_choice;
         if let Some(usage) = event.usage {
             let known = self.usage.get_or_insert(usage);
@@ -101,6 +105,22 @@ impl RelayedAnswer {
     /// Returns the number of output tokens without those of white space at the end.
     pub(super) fn kept_tokens(&self) -> u64 {
         self.kept_tokens
+    }
+
+    /// Returns the number of prompt tokens; `None` if no engine reported it.
+    pub(super) fn prompt_tokens(&self) -> Option<u64> {
+        let reported = self.usage.map(|usage| usage.prompt_tokens);
+        reported.filter(|tokens| *tokens > 0)
+    }
+
+    /// Whether the client has received an event.
+    pub(in crate::proxy) fn has_begun(&self) -> bool {
+        self.has_begun
+    }
+
+    /// Whether the text ends where engines go on well: not in white space.
+    pub(in crate::proxy) fn ends_in_a_word(&self) -> bool {
+        !self.text.ends_with(|it: char| it.is_whitespace())
     }
 
     /// Returns the usage that the engines reported; `None` without a report.

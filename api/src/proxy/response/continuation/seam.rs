@@ -15,6 +15,9 @@ const EVENT_BYTES_MAX: usize = 256 * 1024;
 /// Number of tokens by which an engine's count of the prompt may exceed that of the prompt and the
 /// answer so far. Another tokenization may need one more; the frame of a further message needs more.
 const TOKENS_MORE_MAX: u64 = 1;
+/// Number of generated tokens for each of which the count may fall below that by one, because the
+/// text can be tokenized in fewer. A chat template that renders the prompt otherwise differs by more.
+const TOKENS_LESS_SHARE: u64 = 256;
 
 /// Rewrites the events of the next engine, so that they continue the stream of the first one.
 #[derive(Debug)]
@@ -26,6 +29,11 @@ pub(in crate::proxy) struct Seam {
     cached_tokens: Option<u64>,
     /// Number of output tokens in the next engine's prompt, as far as the router knows.
     generated: u64,
+    is_chat: bool,
+    /// Whether the next engine has said anything.
+    has_text: bool,
+    /// Whether the next engine has reported the size of its prompt.
+    is_checked: bool,
     /// White space that the client has received and the next engine generates again.
     owed: String,
     /// Beginning of an incomplete event.
@@ -38,16 +46,18 @@ impl Seam {
     pub(in crate::proxy) fn behind(relayed: &RelayedAnswer, is_chat: bool) -> Self {
         let text = relayed.text().unwrap_or_default();
         let kept = if is_chat { text.trim_end() } else { text };
-        let usage = relayed.usage().filter(|usage| usage.prompt_tokens > 0);
         Self {
             id: relayed.id.clone(),
             created: relayed.created.clone(),
-            prompt_tokens: usage.map(|usage| usage.prompt_tokens),
-            cached_tokens: usage.and_then(|usage| usage.cached_tokens),
+            prompt_tokens: relayed.prompt_tokens(),
+            cached_tokens: relayed.usage().and_then(|usage| usage.cached_tokens),
             generated: match kept.is_empty() {
                 true => 0,
                 false => relayed.kept_tokens(),
             },
+            is_chat,
+            has_text: false,
+            is_checked: false,
             owed: text[kept.len()..].to_owned(),
             held: BytesMut::new(),
             scan: EventScan::default(),
@@ -100,10 +110,21 @@ impl Seam {
                 _ => {}
             }
         }
+        if self.is_chat && self.has_text && !self.is_checked && self.generated > 0 {
+            // Nothing shows that this is not the beginning of another message.
+            return Err(Obstacle::NotContinued);
+        }
         if is_empty {
             return Ok(());
         }
+        // Members that stand twice are edited once.
         edits.sort_by_key(|edit| edit.range.start);
+        let mut end = 0;
+        edits.retain(|edit| {
+            let is_behind = edit.range.start >= end;
+            end = end.max(edit.range.end);
+            is_behind
+        });
         let joined = edited(&json, &edits).unwrap_or_default();
         passed.extend_from_slice(&event[..payload.start]);
         passed.extend_from_slice(&joined);
@@ -159,6 +180,7 @@ impl Seam {
             }));
             said = rest.into();
         }
+        self.has_text |= !said.is_empty();
         Ok(said.is_empty() && !is_ended && !has_more)
     }
 
@@ -196,10 +218,14 @@ impl Seam {
             .prompt_tokens
             .get_or_insert(sent.saturating_sub(self.generated));
         let generated = sent.saturating_sub(prompt_tokens);
-        let is_odd = sent < prompt_tokens || generated > self.generated + TOKENS_MORE_MAX;
+        let less_max = 1 + self.generated / TOKENS_LESS_SHARE;
+        let is_odd = sent < prompt_tokens
+            || generated > self.generated + TOKENS_MORE_MAX
+            || generated + less_max < self.generated;
         if is_odd && sent > 0 {
             return Err(Obstacle::NotContinued);
         }
+        self.is_checked |= sent > 0;
         let set = |range: Range<usize>, count: u64| Edit {
             range,
             by: count.to_string().into(),
@@ -321,9 +347,10 @@ mod tests {
     #[test]
     fn white_space_that_was_sent_is_not_sent_again() {
         let space = r#"{"choices":[{"index":0,"delta":{"content":" \n"}}],"usage":{"prompt_tokens":10,"completion_tokens":3}}"#;
-        let say = |text: &str| {
+        let say = |text: &str, tokens: [u64; 2]| {
+            let [prompt, output] = tokens;
             event(&format!(
-                r#"{{"choices":[{{"delta":{{"content":{text:?}}}}}]}}"#
+                r#"{{"choices":[{{"delta":{{"content":{text:?}}}}}],"usage":{{"prompt_tokens":{prompt},"completion_tokens":{output}}}}}"#
             ))
         };
         for (texts, expected) in [
@@ -333,18 +360,35 @@ mod tests {
             (&["c"], None),
             (&[" ", "c"], None),
         ] {
-            let stream: String = texts.iter().map(|text| say(text)).collect();
+            let stream: String = texts.iter().map(|text| say(text, [12, 1])).collect();
             let seam = Seam::behind(&relayed(&[FIRST, space]), true);
             let found = joined(seam, &stream, 5);
-            assert_eq!(
-                found,
-                expected.map(say).ok_or(Obstacle::NotContinued),
-                "{texts:?}"
-            );
+            let expected = expected.map(|text| say(text, [10, 3]));
+            assert_eq!(found, expected.ok_or(Obstacle::NotContinued), "{texts:?}");
         }
         let ended = r#"{"choices":[{"delta":{"content":""},"finish_reason":"stop"}]}"#;
         let seam = Seam::behind(&relayed(&[FIRST, space]), true);
         assert_eq!(joined(seam, &event(ended), 9).unwrap(), event(ended));
+    }
+
+    #[test]
+    fn a_chat_that_goes_on_without_usage_is_not_known_to_go_on() {
+        let stream = event(r#"{"choices":[{"delta":{"content":"c"}}]}"#);
+        let seam = Seam::behind(&relayed(&[FIRST]), true);
+        assert_eq!(joined(seam, &stream, 9), Err(Obstacle::NotContinued));
+        let seam = Seam::behind(&relayed(&[FIRST]), false);
+        assert_eq!(joined(seam, &stream, 9).unwrap(), stream);
+    }
+
+    #[test]
+    fn members_that_stand_twice_are_edited_once() {
+        let usage = r#""usage":{"prompt_tokens":12,"completion_tokens":1}"#;
+        let stream = event(&format!(
+            r#"{{"choices":[{{"delta":{{"role":"a","role":"b","content":"c","content":"d"}}}}],{usage},{usage}}}"#
+        ));
+        let seam = Seam::behind(&relayed(&[FIRST]), true);
+        let found = joined(seam, &stream, 9).unwrap();
+        assert!(found.contains(r#""content":"d""#), "{found}");
     }
 
     #[test]
@@ -354,7 +398,14 @@ mod tests {
                 r#"{{"choices":[{{"delta":{{"content":"c"}}}}],"usage":{{"prompt_tokens":{tokens},"completion_tokens":1}}}}"#
             ))
         };
-        for (tokens, is_fine) in [(9, false), (11, true), (12, true), (13, true), (15, false)] {
+        for (tokens, is_fine) in [
+            (9, false),
+            (10, false),
+            (11, true),
+            (12, true),
+            (13, true),
+            (15, false),
+        ] {
             let seam = Seam::behind(&relayed(&[FIRST]), true);
             assert_eq!(
                 joined(seam, &usage(tokens), 20).is_ok(),

@@ -8,10 +8,10 @@ use tokio::time::Instant;
 
 use super::{BodyKind, ResponseBody};
 use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak};
-use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
+use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::response::answer_source::AnswerSource;
 use crate::proxy::response::continuation::{
-    ContinuedAnswer, Continuer, FailedAttempt, Obstacle, PendingContinuation, RelayedAnswer, Seam,
+    ContinuedAnswer, Continuer, Obstacle, PendingContinuation, PresentAttempt, RelayedAnswer, Seam,
 };
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_chunk::{AnswerPiece, ResponseBodyError};
@@ -25,6 +25,8 @@ pub(in crate::proxy) struct Continuation {
     pub(super) stall: Option<Duration>,
     /// Seam behind the last engine that failed; `None` before the first failure.
     pub(super) seam: Option<Seam>,
+    /// First events of the next engine, already joined.
+    pub(super) first: Option<Bytes>,
     /// Whether the stream stays at a backend that drains, because it cannot move.
     stays: bool,
     /// The request that continues the stream, and why it was sent; `None` while an engine responds.
@@ -42,6 +44,7 @@ impl Continuation {
             continuer,
             stall,
             seam: None,
+            first: None,
             stays: false,
             pending: None,
         }
@@ -67,9 +70,14 @@ impl ResponseBody {
         if matches!(why, ResponseBodyError::NotContinued) {
             return AfterFailure::Piece(self.give_up(why, &Obstacle::NotContinued));
         }
-        if continuation.relayed.is_complete() && !moves {
+        // What an unframed body held back at its end is lost.
+        let is_lost = matches!(why, ResponseBodyError::Unfinished);
+        if continuation.relayed.is_complete() && !moves && !is_lost {
             self.count_break(&why, BreakResult::COMPLETED);
-            return AfterFailure::Piece(Ok(self.complete()));
+            return match self.complete() {
+                Some(last) => AfterFailure::Piece(Ok(last)),
+                None => AfterFailure::GoesOn,
+            };
         }
         match self.ask_another(&why) {
             Ok(pending) => {
@@ -92,12 +100,11 @@ impl ResponseBody {
         }
         let continuation = self.continuation.as_mut().ok_or(Obstacle::NoAttempts)?;
         let moves = matches!(why, ResponseBodyError::Moved);
-        let body = continuation.continuer.body(&continuation.relayed, moves)?;
-        if moves {
-            let attempt = self.accounting.attempt();
-            let from = (attempt.ok_or(Obstacle::NoAttempts)?, self.source.slot);
-            return (continuation.continuer).move_away(from, body, &continuation.relayed);
-        }
+        let slot = self.source.slot;
+        let Continuation {
+            continuer, relayed, ..
+        } = &mut **continuation;
+        let body = continuer.body(relayed, slot, moves)?;
         let is_alive = matches!(why, ResponseBodyError::Reported | ResponseBodyError::Silent);
         let metrics = &mut self.accounting.request_metrics;
         let may_retry = |metrics: &mut RequestMetricsGuard| metrics.may_retry();
@@ -106,22 +113,20 @@ impl ResponseBody {
         if is_alive && !metrics.as_mut().is_none_or(may_retry) {
             return Err(Obstacle::NoAttempts);
         }
-        let attempt = self.accounting.take_attempt();
-        let attempt = attempt.ok_or(Obstacle::NoAttempts)?;
-        let end = match self.accounting.error() {
-            Some(status) if !self.accounting.has_output() => {
-                end_of_error(&self.source.proxy, status)
-            }
-            _ => AttemptEnd::Broken,
-        };
         tracing::debug!(error = %why, "a stream goes on at another backend");
-        let failed = FailedAttempt {
-            attempt,
-            slot: self.source.slot,
-            end,
+        let error = self.accounting.error();
+        let end = match error.filter(|_| !self.accounting.has_output()) {
+            Some(status) => end_of_error(&self.source.proxy, status),
+            None => AttemptEnd::Broken,
         };
-        let relayed = &continuation.relayed;
-        Ok(continuation.continuer.go_on(failed, body, relayed))
+        let accounting = &mut self.accounting;
+        let present = match why {
+            ResponseBodyError::Moved => accounting.attempt().map(PresentAttempt::Moving),
+            ResponseBodyError::Silent => accounting.attempt().map(PresentAttempt::Pausing),
+            _ => (accounting.take_attempt()).map(|it| PresentAttempt::Failed(it, end)),
+        };
+        let present = present.ok_or(Obstacle::NoAttempts)?;
+        continuer.go_on((present, slot), body, relayed)
     }
 
     /// Handles a failure after which no other backend can be asked.
@@ -135,6 +140,7 @@ impl ResponseBody {
             && stall < self.answer_idle
         {
             // Only a stream that can go on elsewhere must not pause for so long.
+            self.count_break(&why, BreakResult::from(obstacle));
             self.idle_timeout.restart(self.answer_idle - stall);
             return AfterFailure::GoesOn;
         }
@@ -143,6 +149,7 @@ impl ResponseBody {
 
     /// Lets a stream that cannot move go on where it is.
     fn stay(&mut self, why: &ResponseBodyError, obstacle: &Obstacle) {
+        self.idle_timeout.restart(self.pause_max());
         if *obstacle == Obstacle::TooManyMoves {
             // The next event tries again.
             return;
@@ -158,9 +165,11 @@ impl ResponseBody {
         let Some(continuation) = &self.continuation else {
             return false;
         };
+        let relayed = &continuation.relayed;
         let may_move = !continuation.stays
             && self.accounting.has_output()
-            && !continuation.relayed.is_complete();
+            && relayed.ends_in_a_word()
+            && !relayed.is_complete();
         may_move && continuation.continuer.is_moving(self.source.slot)
     }
 
@@ -182,17 +191,24 @@ impl ResponseBody {
     }
 
     /// Ends a stream that lacks nothing but its end.
-    fn complete(&mut self) -> Bytes {
-        self.is_over = true;
-        self.continuation = None;
-        let (end, outcome) = (AttemptEnd::Finished, RequestOutcome::Finished);
+    fn complete(&mut self) -> Option<Bytes> {
+        self.is_engine_read = true;
+        self.accounting.forgives();
+        let mut last = b"data: [DONE]\n\n".to_vec();
+        if let BodyKind::Events { events, .. } = &mut self.content {
+            drop((events.take_error(), events.abandon()));
+            let waiting = events.take_waiting().unwrap_or_default();
+            last.splice(..0, waiting);
+        }
+        if self.withheld.is_on() {
+            let passed = self.withhold(Some(last.into()));
+            self.is_over = !self.withheld.is_waiting();
+            return passed;
+        }
+        let (end, outcome) = self.result();
         self.accounting.end(end, outcome);
-        let BodyKind::Events { events, .. } = &mut self.content else {
-            return Bytes::new();
-        };
-        drop((events.take_error(), events.abandon()));
-        let waiting = events.take_waiting().unwrap_or_default();
-        [&waiting, b"data: [DONE]\n\n".as_slice()].concat().into()
+        self.is_over = true;
+        Some(last.into())
     }
 
     /// Waits for the engine that continues the stream, if one was asked. Returns a piece if none
@@ -211,34 +227,39 @@ impl ResponseBody {
         match asked {
             Ok(continued) => {
                 self.count_break(&why, BreakResult::CONTINUED);
-                self.continue_with(continued);
+                let end = match why {
+                    ResponseBodyError::Moved => AttemptEnd::Moved,
+                    _ => AttemptEnd::Broken,
+                };
+                self.continue_with(continued, end);
                 Poll::Ready(None)
             }
-            Err(obstacle) if matches!(why, ResponseBodyError::Moved) => {
-                self.stay(&why, &obstacle);
-                Poll::Ready(None)
-            }
-            Err(obstacle) => Poll::Ready(Some(self.give_up(why, &obstacle))),
+            Err(obstacle) => match self.without_another(why, &obstacle) {
+                AfterFailure::GoesOn => Poll::Ready(None),
+                AfterFailure::Piece(piece) => Poll::Ready(Some(piece)),
+            },
         }
     }
 
-    fn continue_with(&mut self, continued: ContinuedAnswer) {
+    /// Goes on with the stream of the next engine. If the present attempt still runs, it ends thus.
+    fn continue_with(&mut self, continued: ContinuedAnswer, end: AttemptEnd) {
         let ContinuedAnswer {
             body,
             mut attempt,
             slot,
             watched,
+            seam,
+            first,
         } = continued;
-        // A backend that drains has run until now.
         if let Some(before) = self.accounting.take_attempt() {
-            let earlier = before.hand_over(AttemptEnd::Moved, Instant::now());
+            let earlier = before.hand_over(end, Instant::now());
             earlier
                 .into_iter()
                 .for_each(|earlier| attempt.continues(earlier, ""));
         }
         if let Some(continuation) = &mut self.continuation {
-            let is_chat = continuation.continuer.is_chat();
-            continuation.seam = Some(Seam::behind(&continuation.relayed, is_chat));
+            continuation.seam = seam;
+            continuation.first = Some(first);
         }
         if let BodyKind::Events { events, .. } = &mut self.content {
             drop((events.take_error(), events.take_waiting(), events.abandon()));

@@ -213,10 +213,6 @@ impl ResponseBody {
 
     /// Accepts a frame and returns the bytes that the client receives now, if any.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
-        let data = match self.continuation.as_mut().and_then(|it| it.seam.as_mut()) {
-            Some(seam) => (seam.push(&data)).map_err(|_| ResponseBodyError::NotContinued)?,
-            None => data,
-        };
         let (accounting, continuation) = (&mut self.accounting, &mut self.continuation);
         let (passed, has_progress) = match &mut self.content {
             BodyKind::Events { events, .. } => {
@@ -309,14 +305,10 @@ impl ResponseBody {
                 ..
             } => {
                 let (accounting, continuation) = (&mut self.accounting, &mut self.continuation);
+                // Nothing goes on after this.
                 let seam = continuation.as_mut().and_then(|it| it.seam.as_mut());
                 let held = seam.map(Seam::finish);
-                let mut note = |findings: &AnswerDelta<'_>| {
-                    if let Some(continuation) = continuation {
-                        continuation.relayed.note(findings);
-                    }
-                    accounting.note_event(findings);
-                };
+                let mut note = |findings: &AnswerDelta<'_>| accounting.note_event(findings);
                 let held = held.and_then(|held| events.push(held, &mut note));
                 let rest = joined(held, events.finish(&mut note));
                 if !*has_clear_end && !events.is_done() {
@@ -472,6 +464,35 @@ impl ResponseBody {
         Poll::Ready(None)
     }
 
+    /// Returns the next data of the engine. That of an engine that goes on continues the stream.
+    fn poll_arrival(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, ResponseBodyError>>> {
+        let continuation = self.continuation.as_mut();
+        if let Some(first) = continuation.and_then(|it| it.first.take()) {
+            return Poll::Ready(Some(Ok(first)));
+        }
+        loop {
+            let data = match ready!(Pin::new(&mut self.engine).poll_frame(cx)) {
+                // Trailers concern the engine's connection.
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => data,
+                    Err(_) => continue,
+                },
+                Some(Err(error)) => return Poll::Ready(Some(Err(error.into()))),
+                None => return Poll::Ready(None),
+            };
+            let seam = self.continuation.as_mut().and_then(|it| it.seam.as_mut());
+            return Poll::Ready(Some(match seam {
+                Some(seam) => seam
+                    .push(&data)
+                    .map_err(|_| ResponseBodyError::NotContinued),
+                None => Ok(data),
+            }));
+        }
+    }
+
     /// Returns the next piece of the present engine's response, or why it has failed.
     fn poll_one_engine(
         &mut self,
@@ -487,20 +508,14 @@ impl ResponseBody {
                     return Poll::Ready(Ok(released));
                 }
             }
-            match Pin::new(&mut self.engine).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => {
-                    // Trailers concern the engine's connection.
-                    let Ok(data) = frame.into_data() else {
-                        continue;
-                    };
-                    match self.take_in(data) {
-                        Ok(None) if self.is_over => return Poll::Ready(Ok(None)),
-                        Ok(None) => continue,
-                        Ok(Some(passed)) => return Poll::Ready(Ok(Some(passed))),
-                        Err(why) => break why,
-                    }
-                }
-                Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
+            match self.poll_arrival(cx) {
+                Poll::Ready(Some(Ok(data))) => match self.take_in(data) {
+                    Ok(None) if self.is_over => return Poll::Ready(Ok(None)),
+                    Ok(None) => continue,
+                    Ok(Some(passed)) => return Poll::Ready(Ok(Some(passed))),
+                    Err(why) => break why,
+                },
+                Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error,
                 Poll::Ready(Some(Err(_)) | None) => {}
                 Poll::Pending => {
                     ready!(self.idle_timeout.poll_lost(cx));

@@ -22,6 +22,8 @@ pub struct EarlierCharge {
     pub(super) charged: Charge,
     /// Usage of the answer, as the engines reported it; `None` if they reported none.
     pub(super) usage: Option<Usage>,
+    /// Whether an engine may have run the request, so that a session's turn counts.
+    pub(super) has_run: bool,
 }
 
 impl EarlierCharge {
@@ -43,8 +45,6 @@ pub(crate) struct EarlierAttempt {
     dispatcher: Arc<Dispatcher>,
     session: Option<NamedSession>,
     charge: EarlierCharge,
-    /// Whether an engine may have run the request, so that the turn counts.
-    has_run: bool,
 }
 
 impl EarlierAttempt {
@@ -56,7 +56,7 @@ impl EarlierAttempt {
 
 impl Drop for EarlierAttempt {
     fn drop(&mut self) {
-        let Some(session) = self.session.filter(|_| self.has_run) else {
+        let Some(session) = self.session.filter(|_| self.charge.has_run) else {
             return;
         };
         let [input_uncached, input_cached, output] = self.charge.tokens();
@@ -82,7 +82,6 @@ impl Attempt {
             dispatcher,
             session,
             charge,
-            has_run: end != AttemptEnd::NotRun,
         })
     }
 
@@ -103,8 +102,8 @@ impl Attempt {
             charge: EarlierCharge {
                 charged: open.charged,
                 usage: open.usage,
+                has_run: false,
             },
-            has_run: false,
         })
     }
 
@@ -113,6 +112,7 @@ impl Attempt {
     pub(crate) fn continues(&mut self, mut earlier: EarlierAttempt, text: &str) {
         if let Some(open) = &mut self.open {
             open.session = earlier.session.take();
+            open.earlier = Some(earlier.charge);
             if let Some(reply) = &mut open.reply {
                 reply.push(text);
             }

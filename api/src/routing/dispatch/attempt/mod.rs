@@ -436,7 +436,9 @@ impl Attempt {
             open.charge(&self.dispatcher, outbox, charge);
             outbox.ledger.close(self.user, open.advance);
         });
-        if end != AttemptEnd::NotRun {
+        let has_run =
+            end != AttemptEnd::NotRun || open.earlier.is_some_and(|earlier| earlier.has_run);
+        if has_run {
             open.note_charged(charge);
             open.end_turn(&self.dispatcher);
             self.dispatcher.priced.request(open.price());
@@ -451,6 +453,7 @@ impl Attempt {
         Some(EarlierCharge {
             charged: open.charged,
             usage: open.usage,
+            has_run,
         })
     }
 }
@@ -533,6 +536,9 @@ impl OpenAttempt {
 
     fn usage_or_estimate(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> Usage {
         let mut usage = self.usage.unwrap_or_default();
+        // What earlier attempts estimated is output of this answer too.
+        let estimated = self.earlier.map_or(0, |earlier| earlier.charged.output);
+        usage.completion_tokens = usage.completion_tokens.max(estimated);
         if usage.prompt_tokens == 0 {
             usage.prompt_tokens = self.prompt.tokens;
         }
