@@ -161,9 +161,10 @@ const tests = {
       await cluster.chat({ user: 'agents', text: 'one turn of an agent '.repeat(30), session, parent });
     }
     const page = await open(browser, cluster);
+    page.expected = /404/;
     await page.evaluate(() => { location.hash = '#/sessions/?user=agents'; });
     await has(rows(page), 2);
-    const tree = rows(page).filter({ hasText: /3/ }).filter({ has: page.locator('td', { hasText: /^3$/ }) });
+    const tree = rows(page).filter({ has: page.locator('td', { hasText: /^3$/ }) });
     await tree.locator('button.link').first().click();
     await has(page.locator('.picture tbody tr'), 3);
     await has(page.locator('.picture tbody .depth-2'), 1);
@@ -172,7 +173,6 @@ const tests = {
     await page.getByRole('dialog').getByRole('button', { name: 'End', exact: true }).click();
     await page.getByText('This tree has ended').waitFor();
     await has(rows(page), 1);
-    page.expected = /404/;
     await page.done();
   },
 
