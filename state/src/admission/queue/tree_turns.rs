@@ -7,8 +7,10 @@
 //! time, starts at the virtual time, so it gains nothing by its absence. Virtual time is at least the
 //! tag that was last served. It also advances by what is served, divided by the trees that wait, as
 //! in weighted fair queueing; else trees of a single request each, coming without end, would all
-//! start before one that was served once. Two trees that always wait differ by at most two requests.
-//! Requests without a session form one tree. Within a tree, the order is that of arrival.
+//! start before one that was served once. But it does not pass the next tag of a tree that waits: it
+//! would drift away from the tags, because trees that come and go make it faster than these, and a tree
+//! that comes back would wait for many turns of the others. Two trees that always wait differ by at most
+//! two requests. Requests without a session form one tree. Within a tree, the order is that of arrival.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -71,7 +73,7 @@ impl TreeTurns {
         let start = self.lines.get(&tree).map_or(0, |line| line.start);
         let waiting = (self.order.len() as u64).max(1);
         let advanced = self.now.saturating_add(price.div_ceil(waiting).max(1));
-        self.now = advanced.max(start);
+        self.now = advanced.min(self.next_tag()).max(start);
         self.change(tree, |line| {
             line.start = line.start.saturating_add(price.max(1));
         });
@@ -79,6 +81,13 @@ impl TreeTurns {
             let now = self.now;
             self.lines.retain(|_, line| !line.is_spent(now));
         }
+    }
+
+    /// Returns the least start tag after the virtual time of the trees that wait.
+    fn next_tag(&self) -> u64 {
+        let after = (self.now.saturating_add(1), (0, Ticket(0)), None);
+        let next = self.order.range(after..).next();
+        next.map_or(u64::MAX, |(start, ..)| *start)
     }
 
     /// Iterates over the first request of each tree, in the order of turns.

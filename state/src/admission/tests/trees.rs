@@ -117,6 +117,9 @@ fn trees_take_turns_by_tokens_not_by_requests() {
     assert_eq!(of_long, 2, "{order:?}");
 }
 
+/// Highest price of a request below.
+const LONGEST: u32 = 500;
+
 proptest! {
     /// The bound of start-time fair queueing: two flows that are always backlogged differ by at
     /// most the sum of their longest packets.
@@ -149,6 +152,46 @@ proptest! {
             }
             let (least, most) = (served.iter().min().unwrap(), served.iter().max().unwrap());
             prop_assert!(most - least <= 2 * longest, "{:?}", served);
+        }
+    }
+
+    /// A tree that asks for less than its share waits for one turn of each other tree at most, however
+    /// often it has come back before.
+    #[test]
+    fn a_tree_within_its_share_waits_for_one_turn_of_each_other_tree(
+        others in 2_u64..6,
+        prices in prop::collection::vec(1_u32..=LONGEST, 20..60),
+    ) {
+        let users = Users::default();
+        let mut queue = queue(Order::Vtc, &users, &[]);
+        let mut prices = prices.into_iter().cycle();
+        let mut sent: Vec<(u64, u64)> = Vec::new();
+        let mut push = |queue: &mut Queue, sent: &mut Vec<(u64, u64)>, tree| {
+            let tokens = prices.next().expect("prices repeat");
+            sent.push((tree, tokens.into()));
+            let request = of_tree(tree, sent.len() as u64, tokens);
+            queue.push(request, 0, &users, &Gate::default()).expect("it has room");
+        };
+        for tree in (1..=others).cycle().take(2 * others as usize) {
+            push(&mut queue, &mut sent, tree);
+        }
+        for _ in 0..60 {
+            let (mut between, mut ahead) = (0, 0);
+            while between < 3 * others * u64::from(LONGEST) {
+                let (tree, tokens) = sent[next(&mut queue, &users).unwrap() as usize - 1];
+                between += tokens;
+                push(&mut queue, &mut sent, tree);
+            }
+            push(&mut queue, &mut sent, others + 1);
+            loop {
+                let (tree, tokens) = sent[next(&mut queue, &users).unwrap() as usize - 1];
+                if tree > others {
+                    break;
+                }
+                ahead += tokens;
+                push(&mut queue, &mut sent, tree);
+            }
+            prop_assert!(ahead <= others * u64::from(LONGEST), "{}", ahead);
         }
     }
 }
