@@ -47,9 +47,6 @@ pub struct CostSettings {
 const KV_PRESSURE_FROM_PERMILLE: u32 = 900;
 /// Nanoseconds added per thousandth of KV cache usage above [`KV_PRESSURE_FROM_PERMILLE`].
 const KV_PRESSURE_NS_PER_PERMILLE: u32 = 5_000_000;
-/// Price of eviction: each block that a request would evict from a full cache costs this share, in
-/// thousandths, of recomputing it.
-const EVICTION_PERMILLE: u64 = 300;
 
 impl Default for CostSettings {
     fn default() -> Self {
@@ -168,16 +165,12 @@ impl Costs<'_> {
     }
 
     /// Returns the cost of repeated prefill, in nanoseconds: the blocks that a full cache evicts
-    /// for this request's new ones, at the price of recomputing them, weighted by how likely they
-    /// are to be requested again. Without it, a backend that holds the one block shared by all
-    /// prompts would attract every request while others are idle.
+    /// for this request's new ones, at the price of recomputing them. Without it, a backend that
+    /// holds the one block shared by all prompts would attract every request while others are idle.
     fn eviction_ns(&self, prefill_ns: u64, candidate: &Candidate) -> u64 {
         let new = self.request.missing_blocks(candidate.matched);
         let evicted = new.saturating_sub(candidate.free_blocks);
-        product(evicted, self.request.tokens_per_block)
-            .saturating_mul(prefill_ns)
-            .saturating_mul(EVICTION_PERMILLE)
-            / 1000
+        product(evicted, self.request.tokens_per_block).saturating_mul(prefill_ns)
     }
 
     /// Whether this request goes to the least busy backend, to leave a copy of its prefix there.
