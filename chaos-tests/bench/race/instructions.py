@@ -18,12 +18,15 @@ from programs import Stage, free_ports
 from races import table
 from subjects import start_engines, start_quorate
 
+IN_SESSION = "1 KB, turns of sessions"
 WARM_UP, REQUESTS, IDLE_SECONDS = 50, 400, 8
 # An agent's body takes as many instructions as a hundred small ones.
 AGENT_SIZE, AGENT_REQUESTS = "220 KB", 60
 # A slow disk gathers the items of a request in fewer log entries, and so changes the count.
 MEMORY = "/dev/shm"
 NUMBERS = itertools.count()
+# Sessions whose turns alternate.
+SESSIONS = itertools.cycle(f"agent-{number}" for number in range(16))
 
 
 def instructions(args):
@@ -52,14 +55,16 @@ def counted_instructions(args, with_picker=False):
         subject = start_quorate(stage, engines, program=program, settings=settings)
         pid = subject.processes[0].child.pid
         loads = [(kind, subject.port, *of) for kind, of in bodies.items()]
+        loads.append((IN_SESSION, subject.port, *bodies["1 KB"]))
         if with_picker and (gateway := start_gateway(stage, picker)):
             loads += [(f"picker, {size}", gateway.port, *bodies[size]) for size in SIZES]
         for kind, port, made, requests in loads:
             client = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-            send(client, made, WARM_UP)
+            sessions = SESSIONS if kind == IN_SESSION else None
+            send(client, made, WARM_UP, sessions)
             for _ in range(args.rounds):
                 idle, seconds = count(pid, counted, lambda: time.sleep(IDLE_SECONDS))
-                busy, took = count(pid, counted, lambda: send(client, made, requests))
+                busy, took = count(pid, counted, lambda: send(client, made, requests, sessions))
                 own = (busy - idle * took / seconds) / requests
                 figures.setdefault(kind, []).append(own)
     return figures
@@ -101,10 +106,12 @@ def agent_bodies(length):
         yield f"{head}{next(NUMBERS):016}{tail}"
 
 
-def send(client, bodies, requests):
-    """Sends requests one after the other."""
+def send(client, bodies, requests, sessions=None):
+    """Sends requests one after the other, as turns of `sessions` in turn if given."""
     for body in itertools.islice(bodies, requests):
         head = {"content-type": "application/json"}
+        if sessions:
+            head["x-quorate-session"] = next(sessions)
         client.request("POST", "/v1/chat/completions", body.encode(), head)
         response = client.getresponse()
         response.read()
