@@ -9,6 +9,7 @@ use state::outputs::theory::batch_time_mean;
 
 use super::argument_error::SimulateArgsError;
 use super::compare::{ComparisonCase, ComparisonCases};
+use super::lone_agent;
 use super::overload;
 use super::plan::{BatchTimes, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
 use super::report::{ExperimentResult, RunReport};
@@ -28,6 +29,8 @@ pub enum Experiment {
     Policies,
     /// Ten times the load that engines can serve, from clients who wait, who leave and who retry
     Overload,
+    /// An agent beside others that send bursts of sub-agents: how much of its fair share it gets
+    LoneAgent,
     /// Batches that end together, with 1 to 32 bins by output length, compared with the theory
     StaticBatching,
 }
@@ -57,6 +60,7 @@ impl Experiment {
             Self::Sharing => sharing(seed, horizon.unwrap_or(300_000_000), workload),
             Self::Policies => return Err(SimulateArgsError::new("policies has loads of its own")),
             Self::Overload => overload::cases(seed, horizon.unwrap_or(60_000_000)),
+            Self::LoneAgent => lone_agent::cases(seed, horizon.unwrap_or(120_000_000)),
             Self::StaticBatching => static_batching(seed, horizon.unwrap_or(10_000_000_000)),
         })
     }

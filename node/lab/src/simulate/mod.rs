@@ -23,6 +23,7 @@ pub mod experiment;
 pub mod ideal;
 pub mod literal_policies;
 pub mod loads;
+mod lone_agent;
 pub mod matrix;
 pub mod overload;
 pub mod page;

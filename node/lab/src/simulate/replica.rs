@@ -326,6 +326,18 @@ impl SimReplica {
         Some(written.choose(&candidates, &ask.prompt.positions, ask.number, now))
     }
 
+    /// Returns how many leading blocks of a prompt the replica expects at the engine `chosen`, and at
+    /// the engine where it expects most.
+    #[must_use]
+    pub fn expected(&self, ask: &SimRequest<'_>, chosen: BackendRef, now: Micros) -> (u32, u32) {
+        let (decider, outbox) = (self.router.decider(), self.outbox().status());
+        let explained = decider.explain(&ask.routed(&[]), outbox, self.clock.at(now));
+        let backends = || explained.backends.iter();
+        let here = backends().find(|it| it.backend == chosen);
+        let most = backends().map(|it| it.matched).max();
+        (here.map_or(0, |it| it.matched), most.unwrap_or_default())
+    }
+
     /// Records that a request of `sender` waits. Returns the key of the user that is charged.
     pub fn begin_wait(&self, sender: &SimSender) -> UserKey {
         self.router.dispatcher().begin_wait(&sender.name)

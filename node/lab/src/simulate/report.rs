@@ -148,6 +148,9 @@ pub struct RunReport {
     /// Where turns of agents were sent; `None` for other loads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentFigures>,
+    /// What the watched session got; `None` if there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub watched: Option<WatchedFigures>,
     /// Data of the plots.
     pub curves: RunCurves,
 }
@@ -160,6 +163,13 @@ pub struct AgentFigures {
     /// Share of the turns that were sent to an engine with their longest cached prefix, of those
     /// with a block in some cache.
     pub at_longest_prefix: f64,
+    /// Share of them that were sent elsewhere although the replica knew of a longer prefix.
+    pub moved: f64,
+    /// Share of them whose engine lacked what the replica expected there: it was not computed yet, or
+    /// evicted.
+    pub early: f64,
+    /// Share of them of whose longest prefix the replica did not know.
+    pub unseen: f64,
     /// Share of the prompt tokens that another engine had cached and the chosen one had not.
     pub missed_elsewhere: f64,
     /// Number of first turns of sub-agents.
@@ -172,6 +182,15 @@ pub struct AgentFigures {
     pub with_room: f64,
     /// Share of these that were sent there.
     pub at_parents_prefix_with_room: f64,
+}
+
+/// What one session got between the warm-up and the horizon.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct WatchedFigures {
+    /// Number of turns.
+    pub turns: u64,
+    /// Share of the time of its turns in which an engine served them.
+    pub share: f64,
 }
 
 /// Curves and distributions of a run, for plots.
@@ -268,6 +287,7 @@ impl RunReport {
             events: outcome.events,
             faults: outcome.faults,
             agents: AgentFigures::of(&tally),
+            watched: WatchedFigures::of(&tally),
             curves: RunCurves::of(&tally, names().collect()),
             by_backend: tally.by_backend,
             ttft_ms,
@@ -281,11 +301,24 @@ impl AgentFigures {
         (agents.turns > 0).then(|| Self {
             turns: agents.turns,
             at_longest_prefix: ratio(agents.at_longest, agents.with_prefix),
+            moved: ratio(agents.moved, agents.with_prefix),
+            early: ratio(agents.early, agents.with_prefix),
+            unseen: ratio(agents.unseen, agents.with_prefix),
             missed_elsewhere: ratio(agents.missed_tokens, tally.prompt_tokens),
             children: agents.children,
             at_parents_prefix: ratio(agents.at_parent, agents.children),
             with_room: ratio(agents.with_room, agents.children),
             at_parents_prefix_with_room: ratio(agents.at_parent_with_room, agents.with_room),
+        })
+    }
+}
+
+impl WatchedFigures {
+    fn of(tally: &SimTally) -> Option<Self> {
+        let watched = tally.watched;
+        (watched.turns > 0).then(|| Self {
+            turns: watched.turns,
+            share: 1.0 - ratio(watched.waited, watched.took),
         })
     }
 }

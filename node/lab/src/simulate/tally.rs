@@ -34,6 +34,8 @@ pub struct SimTally {
     pub resent: u64,
     /// Where turns of agents were sent.
     pub agents: AgentTally,
+    /// Turns of the watched session.
+    pub watched: WatchTally,
     /// Time to first token of each request, in the order of the first tokens.
     pub ttft: Vec<Micros>,
     /// Time from arrival to end of each completed request.
@@ -86,6 +88,13 @@ pub struct AgentTally {
     pub with_prefix: u64,
     /// Number of these that were sent to an engine with the longest prefix.
     pub at_longest: u64,
+    /// Number of the others that were sent elsewhere although the replica knew of a longer prefix.
+    pub moved: u64,
+    /// Number of the others whose engine lacked what the replica expected there: it was not computed
+    /// yet, or evicted.
+    pub early: u64,
+    /// Number of the others of whose longest prefix the replica did not know.
+    pub unseen: u64,
     /// Number of tokens by which the longest prefix exceeded that at the chosen engine.
     pub missed_tokens: u64,
     /// Number of first turns of sub-agents.
@@ -98,6 +107,17 @@ pub struct AgentTally {
     pub with_room: u64,
     /// Number of these that were sent there.
     pub at_parent_with_room: u64,
+}
+
+/// Turns of one session between the warm-up and the horizon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WatchTally {
+    /// Number of turns.
+    pub turns: u64,
+    /// Time from their arrivals to their ends.
+    pub took: Micros,
+    /// Time from their arrivals to their dispatches.
+    pub waited: Micros,
 }
 
 /// Figures at equal intervals of time, one entry per interval or point.

@@ -391,6 +391,19 @@ fn tenfold_overload_costs_no_goodput_and_ends_promptly() {
     assert_eq!(comparison.verdicts.len(), 9);
 }
 
+#[test]
+fn a_lone_agent_gets_its_fair_share_beside_bursts_of_sub_agents() {
+    let experiment = super::experiment::Experiment::LoneAgent;
+    let cases = experiment.cases(1, Some(std::time::Duration::from_secs(40)), None);
+    let comparison = cases.unwrap().run(1, String::new(), |_| {});
+    for run in &comparison.runs {
+        assert_eq!(run.faults, Vec::<String>::new(), "{}", run.label);
+    }
+    let broken = comparison.verdicts.iter().filter(|it| !it.holds);
+    assert_eq!(broken.count(), 0, "{:#?}", comparison.verdicts);
+    assert_eq!(comparison.verdicts.len(), 4);
+}
+
 /// Returns a load of long prompts without shared prefixes and with long outputs.
 fn long_answers() -> SimWorkload {
     Mix {
@@ -500,6 +513,12 @@ fn agents_send_every_turn_once_under_every_policy() {
         assert_eq!(sent, (run.requests, children.count() as u64));
         assert!(agents.at_parents_prefix >= agents.with_room * agents.at_parents_prefix_with_room);
         assert!(agents.with_room > 0.0 && agents.at_parents_prefix_with_room <= 1.0);
+        let by_cause = agents.moved + agents.early + agents.unseen;
+        let all = agents.at_longest_prefix + by_cause;
+        assert!(
+            (all - 1.0).abs() < 1e-9,
+            "each miss has one cause: {agents:?}"
+        );
         at_longest.push(agents.at_longest_prefix);
     }
     let [cost, session, random] = at_longest[..] else {

@@ -47,6 +47,8 @@ pub struct SimWorkload {
     pub sessions: Vec<SimSession>,
     /// Requests that are sent after the answers to others.
     pub turns: Vec<SimTurn>,
+    /// Index in `sessions` of a session whose waits are measured, if any.
+    pub watched: Option<usize>,
     /// Ranges of lengths for the requests of users with a backlog.
     pub shape: LengthRange,
     /// What the engines have cached at the start.

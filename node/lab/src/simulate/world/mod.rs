@@ -94,6 +94,8 @@ struct RequestState {
     prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
+    /// Time of the dispatch, for turns of agents.
+    sent: Micros,
     replica: usize,
     /// Number of output tokens, as predicted at arrival.
     predicted_output: u32,

@@ -75,6 +75,7 @@ impl SimWorld<'_> {
             turn: None,
             output_tokens,
             arrived: self.now,
+            sent: self.now,
             replica: 0,
             predicted_output: output_tokens,
             stage: RequestStage::Waiting,
@@ -275,6 +276,8 @@ impl SimWorld<'_> {
         let decision = replica
             .decide(&ask, only, self.now)
             .expect("room was there a moment ago");
+        let is_turn = asked.turn.is_some();
+        let expected = is_turn.then(|| replica.expected(&ask, decision.backend, self.now));
         let tokens_max = self.plan.oracle.then_some(asked.output_tokens);
         let flight = replica.dispatch(&ask, &decision, tokens_max, self.now);
         if was_queued {
@@ -291,7 +294,9 @@ impl SimWorld<'_> {
             Some(computing) => (computing, 1),
             None => (usize::from(decision.backend.slot.0), asked.output_tokens),
         };
-        self.reaches(request, engine);
+        if let Some(expected) = expected {
+            self.reaches(request, engine, expected);
+        }
         let asked = &mut self.requests[request];
         self.engines[engine].submit(request, &asked.prompt, output_tokens);
         asked.stage = RequestStage::Running(Box::new(flight));
@@ -389,6 +394,11 @@ impl SimWorld<'_> {
         let waited = asked.first_token - asked.arrived;
         let made = (since, asked.output_tokens);
         self.tally.judged(self.now, &self.plan.goal, waited, made);
+        if let Some(turn) = asked.turn {
+            let (arrived, sent) = (asked.arrived, asked.sent);
+            self.note_watched(turn, arrived, sent);
+        }
+        let asked = &self.requests[request];
         let replica = &self.places[place].replica;
         replica.end(*flight, &asked.prompt, told, AttemptEnd::Finished);
         self.tally.ended(self.now, took, engine);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{SimEvent, SimWorld};
+use super::{Micros, SimEvent, SimWorld, WARM_UP};
 use crate::simulate::replica::SimSender;
 use crate::simulate::workload::SimWorkload;
 
@@ -95,8 +95,22 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Records that a request is about to be sent to `engine`, if it is a turn of an agent.
-    pub(super) fn reaches(&mut self, request: usize, engine: usize) {
+    /// Records the end of a turn that arrived and was sent at these times, if its session is watched
+    /// and the warm-up is over.
+    pub(super) fn note_watched(&mut self, turn: usize, arrived: Micros, sent: Micros) {
+        let is_watched = self.workload.watched == Some(self.workload.turns[turn].session);
+        let horizon = self.plan.horizon;
+        if is_watched && arrived >= horizon / WARM_UP && self.now <= horizon {
+            let watched = &mut self.tally.watched;
+            watched.turns += 1;
+            watched.took += self.now - arrived;
+            watched.waited += sent - arrived;
+        }
+    }
+
+    /// Records that a turn of an agent is about to be sent to `engine`. The replica expects the given
+    /// numbers of its blocks there, and where it expects most.
+    pub(super) fn reaches(&mut self, request: usize, engine: usize, (there, most): (u32, u32)) {
         let Some(turn) = self.requests[request].turn else {
             return;
         };
@@ -109,6 +123,13 @@ impl SimWorld<'_> {
         agents.turns += 1;
         agents.with_prefix += u64::from(longest > 0);
         agents.at_longest += u64::from(longest > 0 && here == longest);
+        if here < longest {
+            let is_known = there < most;
+            let is_early = !is_known && here / self.plan.block_tokens < there;
+            agents.moved += u64::from(is_known);
+            agents.early += u64::from(is_early);
+            agents.unseen += u64::from(!is_known && !is_early);
+        }
         agents.missed_tokens += u64::from(longest - here);
         if let (Some(parent), Some(shared)) = (session.parent, turn.shared_tokens) {
             let parents = self.turns.engines[parent];
@@ -124,5 +145,6 @@ impl SimWorld<'_> {
             agents.at_parent_with_room += u64::from(is_there && has_room);
         }
         self.turns.engines[turn.session] = Some(engine);
+        self.requests[request].sent = self.now;
     }
 }
