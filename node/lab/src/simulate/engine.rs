@@ -26,6 +26,17 @@ pub struct ServedStep {
     pub is_done: bool,
 }
 
+/// Progress of a request, as reported by an engine.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineUsage {
+    /// Simulated time of the report.
+    pub at: Micros,
+    /// Number of output tokens so far.
+    pub output: u32,
+    /// Number of prompt tokens found in the cache.
+    pub cached: u32,
+}
+
 /// Figures of an engine that probes read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProbedFigures {

@@ -31,7 +31,7 @@ use state::{RouterState, StateView};
 use tokio::time::Instant;
 
 use super::clock::{EPOCH_MS, SimClock, unix_ms};
-use super::engine::ProbedFigures;
+use super::engine::{EngineUsage, ProbedFigures};
 use super::events::Micros;
 use super::literal_policies::{ReferenceCandidate, ReferencePolicy, ReferenceRouter};
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
@@ -95,17 +95,6 @@ pub struct SimRequest<'a> {
     prompt: &'a SimPrompt,
     identity: PromptIdentity,
     sender: &'a SimSender,
-}
-
-/// Progress of a request, as reported by an engine.
-#[derive(Debug, Clone, Copy)]
-pub struct EngineUsage {
-    /// Simulated time of the report.
-    pub at: Micros,
-    /// Number of output tokens so far.
-    pub output: u32,
-    /// Number of prompt tokens found in the cache.
-    pub cached: u32,
 }
 
 /// A request in flight at an engine.

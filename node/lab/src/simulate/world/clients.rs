@@ -3,7 +3,7 @@
 use api::routing::AttemptEnd;
 
 use super::{Micros, RequestStage, SimEvent, SimWorld};
-use crate::simulate::replica::EngineUsage;
+use crate::simulate::engine::EngineUsage;
 
 /// Interval at which a replica checks its queue, in microseconds: the longest one in production.
 const LOOK_EVERY: Micros = 20_000;

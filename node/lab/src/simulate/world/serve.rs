@@ -9,9 +9,8 @@ use state::ids::{Slot, Ticket};
 
 use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
 use crate::simulate::clock::unix_ms;
-use crate::simulate::engine::ServedStep;
+use crate::simulate::engine::{EngineUsage, ServedStep};
 use crate::simulate::plan::EngineModel;
-use crate::simulate::replica::EngineUsage;
 use crate::simulate::sim_queue::{NextAdmission, WaitingRequest};
 use crate::simulate::workload::SimPrompt;
 
