@@ -227,6 +227,7 @@ impl RunReport {
         outcome: SimOutcome,
         ideal: Option<IdealBounds>,
     ) -> Self {
+        let policy = plan.reference_policy.map(ReferencePolicy::name);
         let gap_bound = gap_bound(plan, &outcome);
         let SimOutcome {
             mut tally, digest, ..
@@ -239,10 +240,7 @@ impl RunReport {
         Self {
             label: plan.label.clone(),
             load: workload.name.clone(),
-            policy: plan
-                .reference_policy
-                .map_or(plan.policy.name(), ReferencePolicy::name)
-                .to_owned(),
+            policy: policy.unwrap_or(plan.policy.name()).to_owned(),
             order: name_of(&plan.admission.order),
             requests: tally.arrived,
             ok: tally.ended,
