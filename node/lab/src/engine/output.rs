@@ -10,8 +10,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::text::TOKEN_BYTES;
 
-/// Maximum number of words at the end of a prompt that are read as output.
-const CONTINUED_WORDS_MAX: usize = 16_384;
+/// Maximum number of words at the end of a prompt that are read as output: as many as a router
+/// keeps of a stream by default.
+const CONTINUED_WORDS_MAX: usize = 65_536;
 /// Number of words of an output that no limit cuts. An output that goes on after its end has as many
 /// again.
 const STOP_WORDS: u32 = 16;
