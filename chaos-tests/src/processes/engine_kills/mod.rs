@@ -128,7 +128,7 @@ pub async fn run(
     while let Some(client) = running.join_next().await {
         client.context("a client panicked")??;
     }
-    clients.count_moved().await?;
+    clients.read_records().await?;
     let mut report = clients.report();
     report.kills = options.kills;
     report.at_rest = at_rest(&cluster, &clients).await;
@@ -164,7 +164,7 @@ async fn kill_one(
     });
     let ended = timeout(2 * PATIENCE, have_ended).await;
     ended.context("the disturbed streams do not end")??;
-    clients.count_moved().await?;
+    clients.read_records().await?;
     for number in cluster.up() {
         cluster.wait_ready(number).await?;
     }

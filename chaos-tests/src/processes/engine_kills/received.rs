@@ -19,6 +19,7 @@ kinds! {
     Finish "finish" "a stream with another finish reason, or another number of them";
     Usage "usage" "a stream with other usage, or with usage where none was requested";
     Done "done" "a stream that does not end with exactly one [DONE]";
+    Charge "charge" "a cut off request whose attempts charge other tokens than one answer";
     Shape "shape" "a stream with lines that the undisturbed one does not have";
 }
 
@@ -209,10 +210,10 @@ impl ReceivedStream {
             RequestedUsage::None | RequestedUsage::Last => self.running.iter().all(Option::is_none),
             RequestedUsage::All => {
                 let counts = self.running.iter().flatten();
-                let counts = counts.map(|usage| usage.completion_tokens);
+                let mut counts = counts.map(|usage| usage.completion_tokens);
                 self.running.iter().all(is_of_stream)
                     && counts.clone().is_sorted()
-                    && counts.last() == Some(whole.completion_tokens)
+                    && counts.next_back() == Some(whole.completion_tokens)
             }
         };
         is_last_right && are_running_right

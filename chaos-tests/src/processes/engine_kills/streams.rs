@@ -1,6 +1,6 @@
 //! Clients that stream without a pause, and what they receive.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +16,7 @@ use hyper_util::rt::TokioExecutor;
 use lab::connector::ReplicaConnector;
 use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 use node::json_client::JsonClient;
+use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
@@ -55,10 +56,21 @@ pub(super) struct StreamClients {
     under_way: watch::Sender<BTreeMap<u64, UnderWay>>,
     undisturbed: EngineHandle,
     report: Mutex<EngineKillsReport>,
-    /// URLs of the records of requests that were disturbed and have ended.
-    disturbed: Mutex<Vec<String>>,
+    /// Requests that were disturbed and have ended.
+    disturbed: Mutex<Vec<DisturbedRequest>>,
     /// What each user would pay if no engine had been killed.
     charges: Mutex<BTreeMap<String, UserTotals>>,
+}
+
+/// A request that has ended, of which an engine may have been killed.
+#[derive(Debug)]
+struct DisturbedRequest {
+    /// Number and path of the request.
+    name: String,
+    /// URL of its record.
+    record: String,
+    /// What the undisturbed answer costs.
+    cost: UserTotals,
 }
 
 /// A response, or a part of it.
@@ -137,19 +149,14 @@ impl StreamClients {
 
     /// Returns the users whose counters are not those of undisturbed answers.
     pub(super) fn compare_charges(&self, charged: &BTreeMap<String, UserTotals>) -> Vec<String> {
-        // How much of a prompt was cached depends on the engine.
-        let sums = |totals: &UserTotals| {
-            [
-                totals.requests,
-                totals.uncached + totals.cached,
-                totals.output,
-            ]
-        };
         let expected = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
         let differs = expected.iter().filter_map(|(user, expected)| {
-            let (expected, found) = (sums(expected), charged.get(user).map(sums));
-            (found != Some(expected))
-                .then(|| format!("{user}: requests, input, output {found:?}, not {expected:?}"))
+            let found = charged.get(user).copied().unwrap_or_default();
+            // How much of a prompt was cached depends on the engine, and a request that is sent
+            // again starts again.
+            let is_equal =
+                tokens(&found) == tokens(expected) && found.requests >= expected.requests;
+            (!is_equal).then(|| format!("{user}: {found:?}, not {expected:?}"))
         });
         differs.collect()
     }
@@ -177,13 +184,17 @@ impl StreamClients {
         });
         let undisturbed = self.undisturbed_answer(request).await;
         let undisturbed = undisturbed.with_context(|| format!("undisturbed {}", request.body()))?;
-        self.charge(request, &undisturbed)?;
+        let cost = self.charge(request, &undisturbed)?;
         if let (Ok(received), true) = (&received, ended.is_disturbed) {
             let id = received.headers.get("x-request-id");
             let id = id.and_then(|id| id.to_str().ok()).context("no id")?;
             let path = format!("/admin/v1/decisions/{id}");
-            let url = format!("{}{path}", self.replicas[replica].1);
-            self.disturbed().push(url);
+            let disturbed = DisturbedRequest {
+                name: format!("request {number} to {}", request.path),
+                record: format!("{}{path}", self.replicas[replica].1),
+                cost,
+            };
+            self.disturbed().push(disturbed);
         }
         let mut report = self.noted();
         match request.is_chat() {
@@ -289,34 +300,64 @@ impl StreamClients {
         Ok(ReceivedStream::read(&body))
     }
 
-    fn charge(&self, request: &StreamRequest, undisturbed: &ReceivedStream) -> anyhow::Result<()> {
+    /// Adds what the undisturbed answer costs to the user's expected counters, and returns it.
+    fn charge(
+        &self,
+        request: &StreamRequest,
+        undisturbed: &ReceivedStream,
+    ) -> anyhow::Result<UserTotals> {
         let usage = undisturbed.usage().context("the engine reports no usage")?;
         let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
         let totals = charges.entry(request.user.clone()).or_default();
         totals.requests += 1;
         totals.uncached += usage.prompt_tokens;
         totals.output += usage.completion_tokens;
-        Ok(())
+        Ok(UserTotals {
+            requests: 1,
+            uncached: usage.prompt_tokens,
+            cached: 0,
+            output: usage.completion_tokens,
+        })
     }
 
-    /// Counts the requests that were decided more than once, of those that were disturbed since the
-    /// last call and have ended.
-    pub(super) async fn count_moved(&self) -> anyhow::Result<()> {
+    /// Reads the records of the requests that were disturbed since the last call and have ended:
+    /// counts those that were decided more than once, and compares what their attempts charged.
+    pub(super) async fn read_records(&self) -> anyhow::Result<()> {
         let ended = std::mem::take(&mut *self.disturbed());
-        for url in ended {
-            let decisions = Cell::new(0);
+        for DisturbedRequest { name, record, cost } in ended {
+            let found = RefCell::new(Value::Null);
             until("the request is recorded", async || {
-                let record = self.operator.call(Method::GET, &url, None).await?;
-                decisions.set(record["decisions"].as_array().map_or(0, Vec::len));
-                Ok(record["end"].is_object())
+                let record = self.operator.call(Method::GET, &record, None).await?;
+                let has_ended = record["end"].is_object();
+                found.replace(record);
+                Ok(has_ended)
             })
             .await?;
-            self.noted().moved += u64::from(decisions.get() > 1);
+            let found = found.into_inner();
+            let decisions = found["decisions"].as_array().context("no decisions")?;
+            let outcomes: Vec<&Value> = decisions.iter().map(|it| &it["outcome"]).collect();
+            let sum = |names: &[&str]| {
+                let counts = outcomes.iter().flat_map(|outcome| {
+                    let charged = &outcome["charged"];
+                    names
+                        .iter()
+                        .map(|name| charged[*name].as_u64().unwrap_or(0))
+                });
+                counts.sum::<u64>()
+            };
+            let charged = [sum(&["input_uncached", "input_cached"]), sum(&["output"])];
+            let mut report = self.noted();
+            report.moved += u64::from(outcomes.len() > 1);
+            if charged != tokens(&cost) {
+                report.add(StreamDifference::Charge, || {
+                    format!("{name}: {charged:?}, not {:?}: {outcomes:?}", tokens(&cost))
+                });
+            }
         }
         Ok(())
     }
 
-    fn disturbed(&self) -> MutexGuard<'_, Vec<String>> {
+    fn disturbed(&self) -> MutexGuard<'_, Vec<DisturbedRequest>> {
         self.disturbed
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -325,6 +366,11 @@ impl StreamClients {
     fn noted(&self) -> MutexGuard<'_, EngineKillsReport> {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the numbers of input and output tokens.
+fn tokens(totals: &UserTotals) -> [u64; 2] {
+    [totals.uncached + totals.cached, totals.output]
 }
 
 /// Returns how a response differs from the undisturbed stream.
