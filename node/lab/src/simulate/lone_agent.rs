@@ -15,7 +15,7 @@ use super::plan::SimPlan;
 use super::report::{ExperimentResult, RunReport};
 use super::workload::{SimPrompt, SimSession, SimTurn, SimUser, SimWorkload};
 use crate::agents::BURST_MAX;
-use crate::engine::text::{TOKEN_BYTES, words};
+use crate::engine::text::TOKEN_BYTES;
 use crate::replay::text::passage;
 use crate::rng::Rng;
 
@@ -121,7 +121,7 @@ fn add_session(
         text.extend(passage(rng.next_u64(), 0, tokens * TOKEN_BYTES).into_bytes());
         let prompt = Arc::new(SimPrompt::new(&text));
         let output_tokens = rng.within(OUTPUT.0, OUTPUT.1);
-        text.extend(words(prompt.sequence.output_seed(), 0, output_tokens).into_bytes());
+        text.extend(prompt.sequence.output().text(0, output_tokens).into_bytes());
         let before = (number > 0).then(|| workload.turns.len() - 1);
         workload.turns.push(SimTurn {
             session,
