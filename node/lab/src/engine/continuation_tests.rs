@@ -58,7 +58,7 @@ fn continued(path: &str, body: &Value, begun: &str, words: u64) -> Value {
 }
 
 #[tokio::test]
-async fn what_follows_a_prompt_and_its_first_words_is_the_rest_of_the_output() {
+async fn a_prompt_with_its_first_words_is_followed_by_the_rest_of_the_output() {
     let (one, other) = (fast().await, fast().await);
     for length in 1..=9 {
         let content = "tell me more".split_at(length).0;
@@ -111,7 +111,7 @@ async fn a_continued_answer_finds_the_first_one_cached() {
 }
 
 #[tokio::test]
-async fn a_final_message_is_continued_only_if_it_is_the_assistants_and_no_reply_begins() {
+async fn only_an_assistants_final_message_is_continued() {
     let engine = fast().await;
     let role = |role| json!([{ "role": role, "content": "hello" }]);
     for (messages, begins, expected) in [

@@ -8,8 +8,8 @@
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::text::TOKEN_BYTES;
-
+/// Number of bytes per token.
+pub const TOKEN_BYTES: usize = 4;
 /// Maximum number of words at the end of a prompt that are read as output: as many as a router
 /// keeps of a stream by default.
 const CONTINUED_WORDS_MAX: usize = 65_536;

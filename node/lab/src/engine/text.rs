@@ -15,9 +15,7 @@ use api::prompt::Prompt;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::output::Output;
-
-/// Number of bytes per token.
-pub const TOKEN_BYTES: usize = 4;
+pub use super::output::TOKEN_BYTES;
 
 /// Chained hash of a full block and all blocks before it. Private to one engine, as in vLLM.
 pub type EngineHash = u64;
