@@ -12,6 +12,8 @@ mod blocks;
 mod client;
 #[path = "cluster/config.rs"]
 mod config_file;
+#[path = "cluster/continued.rs"]
+mod continued;
 #[path = "cluster/decisions.rs"]
 mod decisions;
 #[path = "cluster/dialects.rs"]
