@@ -190,7 +190,13 @@ async fn a_stream_without_output_begins_again_and_is_charged_once() {
             Engine::answering(script).await,
         ];
         let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
-        let answer = fleet.client().await.ask(chat(STREAM)).await;
+        // Far more text than the engine counts tokens.
+        let said = "word ".repeat(200);
+        let body = format!(
+            r#"{{"model":"m","stream":true,"messages":[{{"role":"user","content":"{said}"}}]}}"#
+        );
+        let asked = post("/v1/chat/completions", "", &body);
+        let answer = fleet.client().await.ask(asked).await;
         assert_eq!((answer.status, text(&answer)), (200, "a".to_owned()));
         fleet.is_idle().await;
         let requests = engines.each_ref().map(|engine| engine.requests().len());

@@ -24,7 +24,7 @@ async fn an_unknown_query_key_is_refused_with_the_known_ones() {
             "POST",
             "/admin/v1/backends/gpu-1/drain?now=1",
             "now",
-            json!([]),
+            json!(["move_streams"]),
         ),
         (
             "PUT",

@@ -77,7 +77,7 @@ async fn backends_are_listed_with_all_known_facts() {
             "state": {
                 "name": "healthy",
                 "is_healthy": true,
-                "is_draining": false,
+                "is_draining": false, "moves_streams": false,
                 "detail": null,
             },
             "in_flight": {

@@ -19,8 +19,8 @@ use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::request::dialect::Dialect;
 use crate::proxy::request::usage_options::WantedUsage;
 use crate::proxy::response::continuation::{
-    COMPLETION_TOKENS, ContinuedAnswer, Continuer, Obstacle, PendingContinuation, PresentAttempt,
-    RelayedAnswer, Seam, continued_body,
+    COMPLETION_TOKENS, ContinueRejection, ContinuedAnswer, Continuer, PendingContinuation,
+    PresentAttempt, RelayedText, Seam, continued_body,
 };
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_body::{BodyKind, Continuation};
@@ -100,13 +100,18 @@ struct StreamContinuer {
 }
 
 impl Continuer for StreamContinuer {
-    fn body(&self, relayed: &RelayedAnswer, slot: Slot, moves: bool) -> Result<Bytes, Obstacle> {
+    fn body(
+        &self,
+        relayed: &RelayedText,
+        slot: Slot,
+        moves: bool,
+    ) -> Result<Bytes, ContinueRejection> {
         let (proxy, proxied) = (&self.proxy, &self.proxied);
         if (proxy.poison_requests).refuses(&proxied.body, &proxied.identity) {
-            return Err(Obstacle::BreaksBackends);
+            return Err(ContinueRejection::BreaksBackends);
         }
         if !moves && self.lock_tries().count >= proxy.settings.retry.attempts {
-            return Err(Obstacle::NoAttempts);
+            return Err(ContinueRejection::NoAttempts);
         }
         let (sending, _) = outgoing(proxy, proxied);
         let is_endless = proxy.backends.kind(slot) == Some(EngineKind::LlamaCpp);
@@ -119,12 +124,12 @@ impl Continuer for StreamContinuer {
         &mut self,
         (present, slot): (PresentAttempt<'_>, Slot),
         body: Bytes,
-        relayed: &RelayedAnswer,
-    ) -> Result<PendingContinuation, Obstacle> {
+        relayed: &RelayedText,
+    ) -> Result<PendingContinuation, ContinueRejection> {
         let (proxy, proxied) = (Arc::clone(&self.proxy), Arc::clone(&self.proxied));
         let is_move = matches!(present, PresentAttempt::Moving(_));
         let moving = match is_move {
-            true => Some(MoveGuard::count(&proxy).ok_or(Obstacle::TooManyMoves)?),
+            true => Some(MoveGuard::count(&proxy).ok_or(ContinueRejection::TooManyMoves)?),
             false => None,
         };
         let is_lent = match present {
@@ -202,7 +207,7 @@ async fn ask(
     (body, mut seam): (Bytes, Option<Seam>),
     tries: &mut Tries,
     text: &str,
-) -> Result<ContinuedAnswer, Obstacle> {
+) -> Result<ContinuedAnswer, ContinueRejection> {
     let (mut sending, _) = outgoing(proxy, proxied);
     sending.body = Segments::from(body.clone());
     sending.continued = Some(body);
@@ -215,11 +220,11 @@ async fn ask(
     } = answered.map_err(|unanswered| match unanswered {
         Unanswered::NotAdmitted(why) => {
             tracing::debug!(error = %why, "no backend for the rest of a stream");
-            Obstacle::NoBackend
+            ContinueRejection::NoBackend
         }
         Unanswered::Failed(failure) => {
             tracing::debug!(error = failure.label(), "the rest of a stream failed");
-            Obstacle::NoBackend
+            ContinueRejection::NoBackend
         }
     })?;
     let (head, mut body) = response.into_parts();
@@ -236,7 +241,7 @@ async fn ask(
             false => end_of_error(proxy, head.status),
         };
         attempt.end(end, Instant::now());
-        return Err(Obstacle::Refused(head.status.as_u16()));
+        return Err(ContinueRejection::Refused(head.status.as_u16()));
     }
     let slot = decision.backend.slot;
     let begun = begin(&mut body, seam.as_mut());
@@ -249,9 +254,9 @@ async fn ask(
                 Ok(Err(None)) => {
                     proxy.backends.report_failure(slot);
                     sending.watched.broke();
-                    Obstacle::NoBackend
+                    ContinueRejection::NoBackend
                 }
-                _ => Obstacle::NoBackend,
+                _ => ContinueRejection::NoBackend,
             });
         }
     };
@@ -273,7 +278,7 @@ async fn ask(
 async fn begin(
     body: &mut EngineBody,
     mut seam: Option<&mut Seam>,
-) -> Result<Bytes, Option<Obstacle>> {
+) -> Result<Bytes, Option<ContinueRejection>> {
     while let Some(frame) = body.frame().await {
         let Ok(data) = frame.map_err(|_| None)?.into_data() else {
             continue;

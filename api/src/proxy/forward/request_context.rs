@@ -111,11 +111,12 @@ impl ProxiedRequest {
     /// Ends an attempt whose backend failed although it may have generated output. What it charged
     /// counts for the attempt that goes on.
     pub(in crate::proxy) fn hand_over(&self, attempt: Attempt, end: AttemptEnd) {
+        let next = attempt.hand_over(end, Instant::now());
         let mut earlier = self.lock_earlier();
-        match &*earlier {
-            None => *earlier = attempt.hand_over(end, Instant::now()),
-            // That attempt had not begun to go on.
-            Some(_) => attempt.end(end, Instant::now()),
+        match (&mut *earlier, next) {
+            (Some(earlier), Some(next)) => earlier.join(next),
+            (None, next) => *earlier = next,
+            (Some(_), None) => {}
         }
     }
 

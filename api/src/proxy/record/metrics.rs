@@ -150,7 +150,6 @@ impl ProxyMetrics {
             retries,
             retries_refused,
             suspects_refused,
-            streams_broken,
             ..
         } = self;
         registry.register(
@@ -190,11 +189,6 @@ impl ProxyMetrics {
             suspects_refused.clone(),
         );
         registry.register(
-            "streams_broken",
-            "Streams whose backend failed in the middle of its output, by cause and result: continued, completed, or what prevented it",
-            streams_broken.clone(),
-        );
-        registry.register(
             "charges_unconfirmed",
             "Answers that ended although their charge was not committed in time, with users.charges = durable",
             self.charges_unconfirmed.clone(),
@@ -212,14 +206,19 @@ impl ProxyMetrics {
         self.models.register(registry);
         self.stages.register(registry);
         self.register_connections(registry);
-        self.register_decisions(registry);
+        self.register_decisions_and_breaks(registry);
     }
 
-    fn register_decisions(&self, registry: &mut Registry) {
+    fn register_decisions_and_breaks(&self, registry: &mut Registry) {
         registry.register(
             "decisions_lost",
             "Decisions that were not written to disk, by reason: queue-full, disk",
             self.decisions_lost.clone(),
+        );
+        registry.register(
+            "streams_broken",
+            "Streams whose backend failed in the middle of its output, by cause and result: continued, completed, or what prevented it",
+            self.streams_broken.clone(),
         );
     }
 

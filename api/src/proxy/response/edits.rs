@@ -11,6 +11,10 @@ pub(super) struct Edit {
 }
 
 impl Edit {
+    pub(super) fn insert(at: usize, by: Bytes) -> Self {
+        Self { range: at..at, by }
+    }
+
     pub(super) fn cut(range: Range<usize>) -> Self {
         Self {
             range,

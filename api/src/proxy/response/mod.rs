@@ -3,6 +3,7 @@
 mod accounting;
 pub(super) mod answer_source;
 pub(super) mod answer_usage;
+mod choice_output;
 pub(super) mod continuation;
 pub(super) mod durable_charge;
 mod edits;

@@ -113,6 +113,12 @@ impl SseStream {
         self.holds_errors = holds;
     }
 
+    /// Holds back the error at `start` with what follows, and returns the cut.
+    fn hold_error(&mut self, bytes: &Bytes, start: usize) -> Edit {
+        self.held_error = Some(bytes.slice(start..));
+        Edit::cut(start..bytes.len())
+    }
+
     /// Whether an error is held back.
     pub(super) fn holds_error(&self) -> bool {
         self.held_error.is_some()
@@ -191,10 +197,7 @@ impl SseStream {
                             is_error: scan.is_error(),
                         };
                         let (judgement, before) = self.judge(rest, &event, observe);
-                        edits.extend(before.map(|by| Edit {
-                            range: start..start,
-                            by,
-                        }));
+                        edits.extend(before.map(|by| Edit::insert(start, by)));
                         match judgement {
                             EventAction::Kept => {}
                             EventAction::Cut(cut) => {
@@ -209,8 +212,7 @@ impl SseStream {
                                 edits.push(Edit::cut(event));
                             }
                             EventAction::Fails => {
-                                self.held_error = Some(bytes.slice(start..));
-                                edits.push(Edit::cut(start..bytes.len()));
+                                edits.push(self.hold_error(bytes, start));
                                 break;
                             }
                         }
@@ -218,10 +220,7 @@ impl SseStream {
                     start += length;
                 }
                 None if rest.len() > EVENT_BYTES_MAX => {
-                    edits.extend(self.take_waiting().map(|by| Edit {
-                        range: start..start,
-                        by,
-                    }));
+                    edits.extend(self.take_waiting().map(|by| Edit::insert(start, by)));
                     let is_cut = !self.wanted.final_chunk;
                     self.passing = Some(Box::new(LongEvent::new(scan.open_payload(rest), is_cut)));
                 }

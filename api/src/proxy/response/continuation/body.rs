@@ -7,7 +7,7 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 
-use super::{Obstacle, RelayedAnswer};
+use super::{ContinueRejection, RelayedText};
 use crate::proxy::response::json_scan::members;
 
 /// Fields with which an answer can be continued, whatever their value.
@@ -103,9 +103,9 @@ const REASONING: [&str; 2] = ["<think>", "</think>"];
 pub(in crate::proxy) fn continued_body(
     path: &str,
     body: &Bytes,
-    relayed: &RelayedAnswer,
+    relayed: &RelayedText,
     tokens_max: Option<u64>,
-) -> Result<Bytes, Obstacle> {
+) -> Result<Bytes, ContinueRejection> {
     let text = relayed.text()?;
     if text.is_empty() {
         // The answer begins again.
@@ -114,7 +114,7 @@ pub(in crate::proxy) fn continued_body(
     let is_chat = path == "/v1/chat/completions";
     let kept = kept_text(text, is_chat)?;
     if is_chat && relayed.prompt_tokens().is_none() {
-        return Err(Obstacle::NoUsage);
+        return Err(ContinueRejection::NoUsage);
     }
     let open = memchr::memchr(b'{', body).map_or(0, |brace| brace + 1);
     let mut continued = body.slice(..open).to_vec();
@@ -147,7 +147,7 @@ pub(in crate::proxy) fn continued_body(
         append(&mut continued, name, &value);
     }
     if !has_prompt {
-        return Err(Obstacle::TokenPrompt);
+        return Err(ContinueRejection::TokenPrompt);
     }
     if kept.is_empty() {
         // All white space is generated again.
@@ -168,20 +168,20 @@ pub(in crate::proxy) fn continued_body(
 
 /// Returns the part of an answer that the next engine is sent. Some chat templates remove white
 /// space at the end of a message. It is left to the engine to generate it again.
-fn kept_text(text: &str, is_chat: bool) -> Result<&str, Obstacle> {
+fn kept_text(text: &str, is_chat: bool) -> Result<&str, ContinueRejection> {
     if !is_chat {
         return Ok(text);
     }
     let kept = text.trim_end();
     let is_led = kept.starts_with(char::is_whitespace);
     if is_led || REASONING.iter().any(|mark| kept.contains(mark)) {
-        return Err(Obstacle::Template);
+        return Err(ContinueRejection::Template);
     }
     Ok(kept)
 }
 
 /// Checks that an answer can be continued with the field `name` set to `value`.
-fn check_field(name: &str, value: &str) -> Result<(), Obstacle> {
+fn check_field(name: &str, value: &str) -> Result<(), ContinueRejection> {
     let dense: String = value.split_ascii_whitespace().collect();
     let is_of = |(field, values): &(&str, &[&str])| *field == name && values.contains(&&*dense);
     let is_neutral = NEUTRAL.contains(&&*dense) && (dense == "null" || !HIDING.contains(&name));
@@ -191,32 +191,38 @@ fn check_field(name: &str, value: &str) -> Result<(), Obstacle> {
         || PENALTIES.contains(&name) && matches!(value, "0" | "0.0");
     match is_fine {
         true => Ok(()),
-        false => Err(Obstacle::Field(name.to_owned())),
+        false => Err(ContinueRejection::Field(name.to_owned())),
     }
 }
 
 /// Returns what is left of the number of tokens `value`.
-fn tokens_left(name: &str, value: &str, relayed: &RelayedAnswer) -> Result<String, Obstacle> {
+fn tokens_left(
+    name: &str,
+    value: &str,
+    relayed: &RelayedText,
+) -> Result<String, ContinueRejection> {
     let tokens: u64 = value
         .parse()
-        .map_err(|_| Obstacle::Field(name.to_owned()))?;
+        .map_err(|_| ContinueRejection::Field(name.to_owned()))?;
     match tokens.saturating_sub(relayed.kept_tokens()) {
-        0 => Err(Obstacle::AtLimit),
+        0 => Err(ContinueRejection::AtLimit),
         left => Ok(left.to_string()),
     }
 }
 
 /// Returns the array `messages` with the answer so far.
-fn with_answer(messages: &str, kept: &str) -> Result<String, Obstacle> {
-    let before = messages.strip_suffix(']').ok_or(Obstacle::TokenPrompt)?;
+fn with_answer(messages: &str, kept: &str) -> Result<String, ContinueRejection> {
+    let before = messages
+        .strip_suffix(']')
+        .ok_or(ContinueRejection::TokenPrompt)?;
     let message = serde_json::json!({ "role": "assistant", "content": kept });
     Ok(format!("{before},{message}]"))
 }
 
 /// Returns the string `prompt` with the answer so far.
-fn with_text(prompt: &str, kept: &str) -> Result<String, Obstacle> {
+fn with_text(prompt: &str, kept: &str) -> Result<String, ContinueRejection> {
     let before = prompt.strip_suffix('"').filter(|it| it.starts_with('"'));
-    let before = before.ok_or(Obstacle::TokenPrompt)?;
+    let before = before.ok_or(ContinueRejection::TokenPrompt)?;
     let text = serde_json::Value::from(kept).to_string();
     Ok(format!("{before}{}", &text[1..]))
 }
@@ -236,8 +242,8 @@ mod tests {
     const COMPLETIONS: &str = "/v1/completions";
 
     /// Returns an answer of these texts, one token each.
-    fn relayed(texts: &[&str]) -> RelayedAnswer {
-        let mut relayed = RelayedAnswer::new(1000);
+    fn relayed(texts: &[&str]) -> RelayedText {
+        let mut relayed = RelayedText::new(1000);
         for text in texts {
             let event = serde_json::json!({
                 "choices": [{"index": 0, "text": text}],
@@ -248,7 +254,7 @@ mod tests {
         relayed
     }
 
-    fn continued(path: &str, body: &str, texts: &[&str]) -> Result<String, Obstacle> {
+    fn continued(path: &str, body: &str, texts: &[&str]) -> Result<String, ContinueRejection> {
         let body = Bytes::copy_from_slice(body.as_bytes());
         let body = continued_body(path, &body, &relayed(texts), Some(COMPLETION_TOKENS))?;
         Ok(String::from_utf8(body.to_vec()).unwrap())
@@ -318,7 +324,7 @@ mod tests {
             assert_eq!(found.is_ok(), is_fine, "{member}: {found:?}");
         }
         let ids = continued(COMPLETIONS, r#"{"prompt":[1,2]}"#, &["a"]);
-        assert_eq!(ids, Err(Obstacle::TokenPrompt));
+        assert_eq!(ids, Err(ContinueRejection::TokenPrompt));
     }
 
     #[test]
@@ -329,11 +335,11 @@ mod tests {
 
     #[test]
     fn a_chat_whose_engine_reports_no_usage_is_not_continued() {
-        let mut relayed = RelayedAnswer::new(1000);
+        let mut relayed = RelayedText::new(1000);
         relayed.note(&inspect(br#"{"choices":[{"index":0,"text":"a"}]}"#));
         let body = Bytes::from_static(br#"{"messages":[{}],"prompt":"p"}"#);
         let continued = |path| continued_body(path, &body, &relayed, None);
-        assert_eq!(continued(CHAT), Err(Obstacle::NoUsage));
+        assert_eq!(continued(CHAT), Err(ContinueRejection::NoUsage));
         assert_eq!(
             continued(COMPLETIONS).unwrap(),
             r#"{"messages":[{}],"prompt":"pa"}"#
@@ -344,7 +350,10 @@ mod tests {
     fn a_text_that_templates_change_is_an_obstacle() {
         let body = r#"{"messages":[{}],"prompt":"a"}"#;
         for text in [" a", "<think>a", "a</think>b"] {
-            assert_eq!(continued(CHAT, body, &[text]), Err(Obstacle::Template));
+            assert_eq!(
+                continued(CHAT, body, &[text]),
+                Err(ContinueRejection::Template)
+            );
             let body = r#"{"prompt":"a"}"#;
             assert!(continued(COMPLETIONS, body, &[text]).is_ok());
         }
@@ -353,7 +362,10 @@ mod tests {
     #[test]
     fn an_answer_of_the_maximum_length_is_not_continued() {
         let body = r#"{"messages":[{}],"max_tokens":2}"#;
-        assert_eq!(continued(CHAT, body, &["a", "b"]), Err(Obstacle::AtLimit));
+        assert_eq!(
+            continued(CHAT, body, &["a", "b"]),
+            Err(ContinueRejection::AtLimit)
+        );
         assert!(continued(CHAT, body, &["a", " "]).is_ok());
     }
 }

@@ -1,12 +1,12 @@
 //! Goes on with a stream whose engine has failed, at another engine, without a seam.
 //!
-//! The router keeps the text that the client has received ([`RelayedAnswer`]). When the engine fails,
+//! The router keeps the text that the client has received ([`RelayedText`]). When the engine fails,
 //! it asks another one to continue that text ([`continued_body`]), and rewrites its events into ones
 //! of the first stream ([`Seam`]): the client sees one id, one beginning and the usage of one answer.
 //!
 //! That is done only where the second engine goes on exactly where the first one stopped. An
-//! [`Obstacle`] says what is in the way; the stream then ends with an error event. The idea is that of
-//! Dynamo's request migration (docs/fault-tolerance/request-migration.md there), which continues by
+//! [`ContinueRejection`] says what is in the way; the stream then ends with an error event. The idea is that of
+//! Dynamo's request migration (its guide to fault tolerance), which continues by
 //! token ids.
 
 mod body;
@@ -20,7 +20,7 @@ use bytes::Bytes;
 use state::ids::Slot;
 
 pub(in crate::proxy) use self::body::{COMPLETION_TOKENS, continued_body};
-pub(in crate::proxy) use self::relayed::RelayedAnswer;
+pub(in crate::proxy) use self::relayed::RelayedText;
 pub(in crate::proxy) use self::seam::Seam;
 use crate::engines::backends::pool::EngineBody;
 use crate::proxy::limits::poison_requests::WatchedRequest;
@@ -29,7 +29,7 @@ use crate::routing::{Attempt, AttemptEnd};
 
 /// Reason why a stream does not go on at another engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(in crate::proxy) enum Obstacle {
+pub(in crate::proxy) enum ContinueRejection {
     /// The request has a field with which an answer cannot be continued exactly.
     #[error("an answer with the field {0:?} cannot be continued")]
     Field(String),
@@ -75,23 +75,23 @@ pub(in crate::proxy) enum Obstacle {
     NotContinued,
 }
 
-impl From<&Obstacle> for BreakResult {
-    fn from(obstacle: &Obstacle) -> Self {
+impl From<&ContinueRejection> for BreakResult {
+    fn from(obstacle: &ContinueRejection) -> Self {
         Self(match obstacle {
-            Obstacle::Field(_) => "field",
-            Obstacle::TokenPrompt => "token-prompt",
-            Obstacle::OtherOutput => "other-output",
-            Obstacle::TooLong => "too-long",
-            Obstacle::Template => "template",
-            Obstacle::NoUsage => "no-usage",
-            Obstacle::AtLimit => "at-limit",
-            Obstacle::IncompleteEvent => "incomplete-event",
-            Obstacle::BreaksBackends => "breaks-backends",
-            Obstacle::NoAttempts => "no-attempts",
-            Obstacle::TooManyMoves => "too-many-moves",
-            Obstacle::NoBackend => "no-backend",
-            Obstacle::Refused(_) => "refused",
-            Obstacle::NotContinued => "not-continued",
+            ContinueRejection::Field(_) => "field",
+            ContinueRejection::TokenPrompt => "token-prompt",
+            ContinueRejection::OtherOutput => "other-output",
+            ContinueRejection::TooLong => "too-long",
+            ContinueRejection::Template => "template",
+            ContinueRejection::NoUsage => "no-usage",
+            ContinueRejection::AtLimit => "at-limit",
+            ContinueRejection::IncompleteEvent => "incomplete-event",
+            ContinueRejection::BreaksBackends => "breaks-backends",
+            ContinueRejection::NoAttempts => "no-attempts",
+            ContinueRejection::TooManyMoves => "too-many-moves",
+            ContinueRejection::NoBackend => "no-backend",
+            ContinueRejection::Refused(_) => "refused",
+            ContinueRejection::NotContinued => "not-continued",
         })
     }
 }
@@ -122,21 +122,26 @@ pub(in crate::proxy) enum PresentAttempt<'a> {
 
 /// Future of an answer that goes on.
 pub(in crate::proxy) type PendingContinuation =
-    Pin<Box<dyn Future<Output = Result<ContinuedAnswer, Obstacle>> + Send>>;
+    Pin<Box<dyn Future<Output = Result<ContinuedAnswer, ContinueRejection>> + Send>>;
 
 /// Sends requests that continue an answer.
 pub(in crate::proxy) trait Continuer: Send {
     /// Returns the body of the request that continues what was `relayed` from the backend in `slot`.
     /// A stream that `moves` has not failed, so its attempts do not count.
-    fn body(&self, relayed: &RelayedAnswer, slot: Slot, moves: bool) -> Result<Bytes, Obstacle>;
+    fn body(
+        &self,
+        relayed: &RelayedText,
+        slot: Slot,
+        moves: bool,
+    ) -> Result<Bytes, ContinueRejection>;
 
     /// Sends `body` to another backend than that in `slot`.
     fn go_on(
         &mut self,
         from: (PresentAttempt<'_>, Slot),
         body: Bytes,
-        relayed: &RelayedAnswer,
-    ) -> Result<PendingContinuation, Obstacle>;
+        relayed: &RelayedText,
+    ) -> Result<PendingContinuation, ContinueRejection>;
 
     /// Whether the streams of the backend in `slot` are to move, and one more may do so now.
     fn is_moving(&self, slot: Slot) -> bool;

@@ -1,6 +1,6 @@
 //! What a client has received of a streamed answer, as far as another engine needs it to go on.
 
-use super::Obstacle;
+use super::ContinueRejection;
 use crate::proxy::response::answer_usage::AnswerDelta;
 use crate::routing::Usage;
 
@@ -9,7 +9,7 @@ const TOKEN_BYTES_MAX: u64 = 16;
 
 /// Text and properties of the answer that a client has received so far.
 #[derive(Debug)]
-pub(in crate::proxy) struct RelayedAnswer {
+pub(in crate::proxy) struct RelayedText {
     /// Maximum number of tokens that are kept.
     tokens_max: u64,
     /// Text of the answer.
@@ -24,14 +24,14 @@ pub(in crate::proxy) struct RelayedAnswer {
     pub(super) id: Box<[u8]>,
     pub(super) created: Box<[u8]>,
     /// What makes the answer impossible to continue, if anything.
-    obstacle: Option<Obstacle>,
+    obstacle: Option<ContinueRejection>,
     /// Whether the answer is complete, even if the stream's end is missing.
     is_complete: bool,
     /// Whether the client has received an event.
     has_begun: bool,
 }
 
-impl RelayedAnswer {
+impl RelayedText {
     /// Creates an answer without output, of which at most `tokens_max` tokens are kept.
     pub(in crate::proxy) fn new(tokens_max: u32) -> Self {
         Self {
@@ -66,7 +66,7 @@ impl RelayedAnswer {
             return;
         }
         if event.has_other_output {
-            self.give_up(Obstacle::OtherOutput);
+            self.give_up(ContinueRejection::OtherOutput);
         } else if let Some(text) = &event.text {
             self.text.push_str(text);
             self.texts += 1;
@@ -75,12 +75,12 @@ impl RelayedAnswer {
             }
             let bytes_max = self.tokens_max.saturating_mul(TOKEN_BYTES_MAX);
             if self.tokens() > self.tokens_max || self.text.len() as u64 > bytes_max {
-                self.give_up(Obstacle::TooLong);
+                self.give_up(ContinueRejection::TooLong);
             }
         }
     }
 
-    fn give_up(&mut self, obstacle: Obstacle) {
+    fn give_up(&mut self, obstacle: ContinueRejection) {
         self.obstacle = Some(obstacle);
         self.text = String::new();
     }
@@ -89,7 +89,7 @@ impl RelayedAnswer {
     ///
     /// # Errors
     /// Returns the obstacle if the answer is more than a text of bounded length.
-    pub(in crate::proxy) fn text(&self) -> Result<&str, Obstacle> {
+    pub(in crate::proxy) fn text(&self) -> Result<&str, ContinueRejection> {
         match &self.obstacle {
             Some(obstacle) => Err(obstacle.clone()),
             None => Ok(&self.text),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
-use super::{Obstacle, RelayedAnswer};
+use super::{ContinueRejection, RelayedText};
 use crate::proxy::response::answer_usage::read_usage;
 use crate::proxy::response::edits::{Edit, edited};
 use crate::proxy::response::event_scan::EventScan;
@@ -43,7 +43,7 @@ pub(in crate::proxy) struct Seam {
 
 impl Seam {
     /// Returns the seam behind `relayed`; `is_chat` tells which endpoint it is.
-    pub(in crate::proxy) fn behind(relayed: &RelayedAnswer, is_chat: bool) -> Self {
+    pub(in crate::proxy) fn behind(relayed: &RelayedText, is_chat: bool) -> Self {
         let text = relayed.text().unwrap_or_default();
         let kept = if is_chat { text.trim_end() } else { text };
         Self {
@@ -68,7 +68,7 @@ impl Seam {
     ///
     /// # Errors
     /// Fails if the engine does not continue the answer.
-    pub(in crate::proxy) fn push(&mut self, frame: &Bytes) -> Result<Bytes, Obstacle> {
+    pub(in crate::proxy) fn push(&mut self, frame: &Bytes) -> Result<Bytes, ContinueRejection> {
         self.held.extend_from_slice(frame);
         let mut passed = BytesMut::with_capacity(self.held.len() + 64);
         while let Some(length) = self.scan.event_end(&self.held) {
@@ -80,7 +80,7 @@ impl Seam {
             }
         }
         if self.held.len() > EVENT_BYTES_MAX {
-            return Err(Obstacle::NotContinued);
+            return Err(ContinueRejection::NotContinued);
         }
         Ok(passed.freeze())
     }
@@ -96,7 +96,7 @@ impl Seam {
         event: &Bytes,
         payload: Range<usize>,
         passed: &mut BytesMut,
-    ) -> Result<(), Obstacle> {
+    ) -> Result<(), ContinueRejection> {
         let mut edits = Vec::new();
         let json = event.slice(payload.clone());
         let mut is_empty = false;
@@ -112,7 +112,7 @@ impl Seam {
         }
         if self.is_chat && self.has_text && !self.is_checked && self.generated > 0 {
             // Nothing shows that this is not the beginning of another message.
-            return Err(Obstacle::NotContinued);
+            return Err(ContinueRejection::NotContinued);
         }
         if is_empty {
             return Ok(());
@@ -139,7 +139,7 @@ impl Seam {
         json: &[u8],
         choices: Range<usize>,
         edits: &mut Vec<Edit>,
-    ) -> Result<bool, Obstacle> {
+    ) -> Result<bool, ContinueRejection> {
         let Some(choice) = elements(&json[choices.clone()]).next() else {
             return Ok(false);
         };
@@ -186,7 +186,7 @@ impl Seam {
 
     /// Returns `said` without the white space that the client has received; `None` if that changes
     /// nothing. An answer that ends instead owes none.
-    fn pay(&mut self, said: &str, is_ended: bool) -> Result<Option<String>, Obstacle> {
+    fn pay(&mut self, said: &str, is_ended: bool) -> Result<Option<String>, ContinueRejection> {
         if self.owed.is_empty() {
             return Ok(None);
         }
@@ -195,7 +195,7 @@ impl Seam {
             return Ok(Some(rest.to_owned()));
         }
         let still_owed = self.owed.strip_prefix(said);
-        let still_owed = still_owed.ok_or(Obstacle::NotContinued)?;
+        let still_owed = still_owed.ok_or(ContinueRejection::NotContinued)?;
         self.owed = match is_ended {
             true => String::new(),
             false => still_owed.to_owned(),
@@ -209,7 +209,7 @@ impl Seam {
         json: &[u8],
         usage: Range<usize>,
         edits: &mut Vec<Edit>,
-    ) -> Result<(), Obstacle> {
+    ) -> Result<(), ContinueRejection> {
         let Some(reported) = read_usage(&json[usage.clone()]) else {
             return Ok(());
         };
@@ -223,7 +223,7 @@ impl Seam {
             || generated > self.generated + TOKENS_MORE_MAX
             || generated + less_max < self.generated;
         if is_odd && sent > 0 {
-            return Err(Obstacle::NotContinued);
+            return Err(ContinueRejection::NotContinued);
         }
         self.is_checked |= sent > 0;
         let set = |range: Range<usize>, count: u64| Edit {
@@ -299,8 +299,8 @@ mod tests {
 
     const FIRST: &str = r#"{"id":"one","created":7,"choices":[{"index":0,"delta":{"content":"ab"},"finish_reason":null}],"usage":{"prompt_tokens":10,"completion_tokens":2}}"#;
 
-    fn relayed(events: &[&str]) -> RelayedAnswer {
-        let mut relayed = RelayedAnswer::new(1000);
+    fn relayed(events: &[&str]) -> RelayedText {
+        let mut relayed = RelayedText::new(1000);
         for event in events {
             relayed.note(&inspect(event.as_bytes()));
         }
@@ -312,7 +312,11 @@ mod tests {
     }
 
     /// Passes `stream` through `seam` in pieces.
-    fn joined(mut seam: Seam, stream: &str, piece_bytes: usize) -> Result<String, Obstacle> {
+    fn joined(
+        mut seam: Seam,
+        stream: &str,
+        piece_bytes: usize,
+    ) -> Result<String, ContinueRejection> {
         let mut passed = Vec::new();
         for piece in stream.as_bytes().chunks(piece_bytes) {
             passed.extend_from_slice(&seam.push(&Bytes::copy_from_slice(piece))?);
@@ -364,7 +368,11 @@ mod tests {
             let seam = Seam::behind(&relayed(&[FIRST, space]), true);
             let found = joined(seam, &stream, 5);
             let expected = expected.map(|text| say(text, [10, 3]));
-            assert_eq!(found, expected.ok_or(Obstacle::NotContinued), "{texts:?}");
+            assert_eq!(
+                found,
+                expected.ok_or(ContinueRejection::NotContinued),
+                "{texts:?}"
+            );
         }
         let ended = r#"{"choices":[{"delta":{"content":""},"finish_reason":"stop"}]}"#;
         let seam = Seam::behind(&relayed(&[FIRST, space]), true);
@@ -375,7 +383,10 @@ mod tests {
     fn a_chat_that_goes_on_without_usage_is_not_known_to_go_on() {
         let stream = event(r#"{"choices":[{"delta":{"content":"c"}}]}"#);
         let seam = Seam::behind(&relayed(&[FIRST]), true);
-        assert_eq!(joined(seam, &stream, 9), Err(Obstacle::NotContinued));
+        assert_eq!(
+            joined(seam, &stream, 9),
+            Err(ContinueRejection::NotContinued)
+        );
         let seam = Seam::behind(&relayed(&[FIRST]), false);
         assert_eq!(joined(seam, &stream, 9).unwrap(), stream);
     }

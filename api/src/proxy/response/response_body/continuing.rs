@@ -11,7 +11,8 @@ use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak
 use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::response::answer_source::AnswerSource;
 use crate::proxy::response::continuation::{
-    ContinuedAnswer, Continuer, Obstacle, PendingContinuation, PresentAttempt, RelayedAnswer, Seam,
+    ContinueRejection, ContinuedAnswer, Continuer, PendingContinuation, PresentAttempt,
+    RelayedText, Seam,
 };
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_chunk::{AnswerPiece, ResponseBodyError};
@@ -19,7 +20,7 @@ use crate::routing::AttemptEnd;
 
 /// What is needed to go on with a stream at another engine.
 pub(in crate::proxy) struct Continuation {
-    pub(super) relayed: RelayedAnswer,
+    pub(super) relayed: RelayedText,
     continuer: Box<dyn Continuer>,
     /// Longest pause after which the stream goes on elsewhere; `None` for that of all responses.
     pub(super) stall: Option<Duration>,
@@ -40,7 +41,7 @@ impl Continuation {
         stall: Option<Duration>,
     ) -> Self {
         Self {
-            relayed: RelayedAnswer::new(tokens_max),
+            relayed: RelayedText::new(tokens_max),
             continuer,
             stall,
             seam: None,
@@ -68,7 +69,7 @@ impl ResponseBody {
             return AfterFailure::Piece(self.break_off(why, None));
         };
         if matches!(why, ResponseBodyError::NotContinued) {
-            return AfterFailure::Piece(self.give_up(why, &Obstacle::NotContinued));
+            return AfterFailure::Piece(self.give_up(why, &ContinueRejection::NotContinued));
         }
         // What an unframed body held back at its end is lost.
         let is_lost = matches!(why, ResponseBodyError::Unfinished);
@@ -91,14 +92,20 @@ impl ResponseBody {
     }
 
     /// Returns the request that continues the stream at another engine.
-    fn ask_another(&mut self, why: &ResponseBodyError) -> Result<PendingContinuation, Obstacle> {
+    fn ask_another(
+        &mut self,
+        why: &ResponseBodyError,
+    ) -> Result<PendingContinuation, ContinueRejection> {
         let BodyKind::Events { events, .. } = &mut self.content else {
-            return Err(Obstacle::OtherOutput);
+            return Err(ContinueRejection::OtherOutput);
         };
         if events.is_within_event() {
-            return Err(Obstacle::IncompleteEvent);
+            return Err(ContinueRejection::IncompleteEvent);
         }
-        let continuation = self.continuation.as_mut().ok_or(Obstacle::NoAttempts)?;
+        let continuation = self
+            .continuation
+            .as_mut()
+            .ok_or(ContinueRejection::NoAttempts)?;
         let moves = matches!(why, ResponseBodyError::Moved);
         let slot = self.source.slot;
         let Continuation {
@@ -111,7 +118,7 @@ impl ResponseBody {
         // An engine that is gone leaves its load to others, once. One that is not may refuse it
         // again and again.
         if is_alive && !metrics.as_mut().is_none_or(may_retry) {
-            return Err(Obstacle::NoAttempts);
+            return Err(ContinueRejection::NoAttempts);
         }
         tracing::debug!(error = %why, "a stream goes on at another backend");
         let error = self.accounting.error();
@@ -125,12 +132,16 @@ impl ResponseBody {
             ResponseBodyError::Silent => accounting.attempt().map(PresentAttempt::Pausing),
             _ => (accounting.take_attempt()).map(|it| PresentAttempt::Failed(it, end)),
         };
-        let present = present.ok_or(Obstacle::NoAttempts)?;
+        let present = present.ok_or(ContinueRejection::NoAttempts)?;
         continuer.go_on((present, slot), body, relayed)
     }
 
     /// Handles a failure after which no other backend can be asked.
-    fn without_another(&mut self, why: ResponseBodyError, obstacle: &Obstacle) -> AfterFailure {
+    fn without_another(
+        &mut self,
+        why: ResponseBodyError,
+        obstacle: &ContinueRejection,
+    ) -> AfterFailure {
         if matches!(why, ResponseBodyError::Moved) {
             self.stay(&why, obstacle);
             return AfterFailure::GoesOn;
@@ -148,9 +159,9 @@ impl ResponseBody {
     }
 
     /// Lets a stream that cannot move go on where it is.
-    fn stay(&mut self, why: &ResponseBodyError, obstacle: &Obstacle) {
+    fn stay(&mut self, why: &ResponseBodyError, obstacle: &ContinueRejection) {
         self.idle_timeout.restart(self.pause_max());
-        if *obstacle == Obstacle::TooManyMoves {
+        if *obstacle == ContinueRejection::TooManyMoves {
             // The next event tries again.
             return;
         }
@@ -175,7 +186,7 @@ impl ResponseBody {
 
     /// Ends a stream that goes on nowhere. An error that its engine reported passes, as if it had
     /// not been held back.
-    fn give_up(&mut self, why: ResponseBodyError, obstacle: &Obstacle) -> AnswerPiece {
+    fn give_up(&mut self, why: ResponseBodyError, obstacle: &ContinueRejection) -> AnswerPiece {
         self.count_break(&why, BreakResult::from(obstacle));
         if let (ResponseBodyError::Reported, BodyKind::Events { events, .. }) =
             (&why, &mut self.content)

@@ -23,7 +23,7 @@ use crate::proxy::request::dialect::Dialect;
 use crate::proxy::response::accounting::RequestAccounting;
 use crate::proxy::response::answer_source::AnswerSource;
 use crate::proxy::response::answer_usage::AnswerDelta;
-use crate::proxy::response::continuation::{Obstacle, Seam};
+use crate::proxy::response::continuation::{ContinueRejection, Seam};
 use crate::proxy::response::durable_charge::WithheldEnd;
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::idle_timeout::IdleTimeout;
@@ -387,7 +387,7 @@ impl ResponseBody {
     fn break_off(
         &mut self,
         why: ResponseBodyError,
-        obstacle: Option<&Obstacle>,
+        obstacle: Option<&ContinueRejection>,
     ) -> Result<Bytes, ResponseBodyError> {
         self.is_over = true;
         if let Some(request_metrics) = &mut self.accounting.request_metrics {

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use state::admission::{Advance, Pricing, TokenDelta};
 use state::command::Charge;
 use state::trees::TurnUsage;
 use tokio::time::Instant;
@@ -45,6 +46,17 @@ pub(crate) struct EarlierAttempt {
     dispatcher: Arc<Dispatcher>,
     session: Option<NamedSession>,
     charge: EarlierCharge,
+    /// What an attempt that failed before any output owes; `None` if everything is charged.
+    debt: Option<Debt>,
+}
+
+/// Estimated prompt of an attempt whose engine failed before it reported anything. If another one
+/// goes on, its report counts instead.
+struct Debt {
+    estimate: Charge,
+    /// Charge made in advance, from which the prompt is paid.
+    advance: Advance,
+    pricing: Pricing,
 }
 
 impl EarlierAttempt {
@@ -52,10 +64,51 @@ impl EarlierAttempt {
     pub(crate) fn charge(&self) -> EarlierCharge {
         self.charge
     }
+
+    /// Adds a further attempt that failed too.
+    pub(crate) fn join(&mut self, mut next: Self) {
+        let debt = next.debt.take();
+        self.charge = EarlierCharge {
+            has_run: self.charge.has_run || next.charge.has_run,
+            ..next.charge
+        };
+        self.session = self.session.or(next.session.take());
+        self.debt = match (self.debt.take(), debt) {
+            (Some(before), Some(_) | None) => Some(before),
+            (None, debt) => debt,
+        };
+    }
+
+    /// Charges what is owed, because no other attempt goes on.
+    fn pay(&mut self) {
+        let Some(mut debt) = self.debt.take() else {
+            return;
+        };
+        let estimate = &debt.estimate;
+        let used = TokenDelta {
+            input_uncached: estimate.input_uncached,
+            input_cached: estimate.input_cached,
+            output: estimate.output,
+        };
+        let user = estimate.user;
+        let dispatcher = &self.dispatcher;
+        dispatcher.outbox.with(|outbox| {
+            let ledger = &mut outbox.ledger;
+            let charge = ledger.settle(user, &mut debt.advance, &used, &debt.pricing);
+            ledger.close(user, debt.advance);
+            dispatcher.priced.add(debt.pricing.due(&charge));
+            outbox.charge(charge);
+        });
+        let charged = &mut self.charge.charged;
+        charged.input_uncached += used.input_uncached;
+        charged.input_cached += used.input_cached;
+        charged.output += used.output;
+    }
 }
 
 impl Drop for EarlierAttempt {
     fn drop(&mut self) {
+        self.pay();
         let Some(session) = self.session.filter(|_| self.charge.has_run) else {
             return;
         };
@@ -75,13 +128,22 @@ impl Attempt {
     /// output; `None` if it had ended. The answer may go on at another backend, so the session's
     /// turn does not end yet.
     pub(crate) fn hand_over(mut self, end: AttemptEnd, now: Instant) -> Option<EarlierAttempt> {
-        let session = self.open.as_mut()?.session.take();
         let dispatcher = Arc::clone(&self.dispatcher);
+        let open = self.open.as_mut()?;
+        let session = open.session.take();
+        let is_unknown = open.usage.is_none() && open.unreported_bytes == 0;
+        let debt = (end == AttemptEnd::Failed && is_unknown).then(|| Debt {
+            estimate: open.due(open.usage_or_estimate(&dispatcher, end, now)),
+            advance: std::mem::take(&mut open.advance),
+            pricing: open.pricing,
+        });
+        open.owes = debt.is_some();
         let charge = self.close(end, now)?;
         Some(EarlierAttempt {
             dispatcher,
             session,
             charge,
+            debt,
         })
     }
 
@@ -104,6 +166,7 @@ impl Attempt {
                 usage: open.usage,
                 has_run: false,
             },
+            debt: None,
         })
     }
 
@@ -113,6 +176,10 @@ impl Attempt {
         if let Some(open) = &mut self.open {
             open.session = earlier.session.take();
             open.earlier = Some(earlier.charge);
+            if let Some(debt) = earlier.debt.take() {
+                // What this attempt reports is paid from the first one's advance.
+                open.advance = debt.advance;
+            }
             if let Some(reply) = &mut open.reply {
                 reply.push(text);
             }

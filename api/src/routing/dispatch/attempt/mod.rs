@@ -10,6 +10,7 @@
 //! ([`HiddenOutput`]). Without a report, the believed prefix counts as cached. An attempt that
 //! never ran costs nothing. A failed one may have run, so it costs its prompt and that estimate.
 
+mod charges;
 mod handover;
 mod progress;
 mod release;
@@ -23,7 +24,6 @@ use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, UserKey};
 use state::prefix::model_key;
-use state::service::LearntPrices;
 use tokio::time::Instant;
 
 pub(crate) use self::handover::EarlierAttempt;
@@ -31,9 +31,8 @@ pub use self::handover::EarlierCharge;
 use self::progress::ResponseProgress;
 use self::stages::{PrefillStage, Stages};
 use super::Dispatcher;
-use super::hidden_output::{BackendPace, HiddenOutput};
+use super::hidden_output::HiddenOutput;
 use super::output_lengths::ExpectedOutput;
-use super::priced_total::LargestRequest;
 use super::prompt_size::PromptSize;
 use super::reply::ReplyChain;
 use super::samples::AttemptTimer;
@@ -103,6 +102,8 @@ pub(in crate::routing) struct OpenAttempt {
     /// What earlier attempts charged for the answer that this one continues; `None` if it begins
     /// one.
     earlier: Option<EarlierCharge>,
+    /// Whether the next attempt charges what this one owes.
+    owes: bool,
     model: ModelKey,
     pricing: Pricing,
     /// Charge made in advance.
@@ -173,19 +174,11 @@ impl Dispatcher {
             computed_here,
         } = self.begin_stages((&decision, prefill), ask, (&registry, now));
         let begins = terms.earlier.is_none();
-        let is_expected = begins && registry.admission.order == Order::VtcPred;
-        let expected = is_expected.then(|| {
+        let expected = (begins && registry.admission.order == Order::VtcPred).then(|| {
             let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
-        let estimate = match begins {
-            true => TokenDelta {
-                input_uncached: prompt.tokens - prompt.predicted,
-                input_cached: prompt.predicted,
-                output: expected.map_or(0, |expected| expected.tokens()),
-            },
-            false => TokenDelta::default(),
-        };
+        let estimate = estimate(begins, &prompt, expected);
         let before = self.load_before(backend, now);
         let generated = terms.earlier.map_or(0, |earlier| earlier.output());
         let stopwatch = AttemptTimer::start(before, computed_here, now).after(generated);
@@ -227,6 +220,7 @@ impl Dispatcher {
             unreported_bytes: 0,
             charged: terms.earlier.map_or(nothing(user), |it| it.charged),
             earlier: terms.earlier,
+            owes: false,
             model,
             pricing,
             advance,
@@ -397,13 +391,14 @@ impl Attempt {
         match end {
             AttemptEnd::Finished => self.answered(now),
             AttemptEnd::Broken | AttemptEnd::ClientLeft | AttemptEnd::Moved => {
-                self.is_left_unanswered(end, now)
+                self.is_left_unanswered(end, now);
             }
             AttemptEnd::NotRun | AttemptEnd::Failed => {}
         }
         let mut open = self.open.take()?;
         open.settle_cached(&self.dispatcher, end);
         let mut charge = match end {
+            _ if open.owes => nothing(self.user),
             AttemptEnd::NotRun => nothing(self.user),
             AttemptEnd::Finished
             | AttemptEnd::Broken
@@ -480,149 +475,22 @@ fn started(
     (advance, charge)
 }
 
+/// Returns what an attempt that begins an answer is expected to use; nothing for one that goes on.
+fn estimate(begins: bool, prompt: &PromptSize, expected: Option<ExpectedOutput>) -> TokenDelta {
+    if !begins {
+        return TokenDelta::default();
+    }
+    TokenDelta {
+        input_uncached: prompt.tokens - prompt.predicted,
+        input_cached: prompt.predicted,
+        output: expected.map_or(0, |expected| expected.tokens()),
+    }
+}
+
 /// Returns a charge of `user` without tokens.
 fn nothing(user: UserKey) -> Charge {
     Charge {
         user,
         ..Charge::default()
-    }
-}
-
-impl OpenAttempt {
-    /// Charges the tokens of `counts` to their user, using the advance first.
-    fn charge(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox, counts: Charge) {
-        let used = TokenDelta {
-            input_uncached: counts.input_uncached,
-            input_cached: counts.input_cached,
-            output: counts.output,
-        };
-        let settled = outbox
-            .ledger
-            .settle(counts.user, &mut self.advance, &used, &self.pricing);
-        let charge = Charge {
-            started: counts.started,
-            ended: counts.ended,
-            ..settled
-        };
-        dispatcher.priced.add(self.pricing.due(&charge));
-        outbox.charge(charge);
-    }
-
-    /// Charges more output in advance if all expected output was produced.
-    fn expect_more(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox) {
-        let (user, produced) = (self.charged.user, self.charged.output);
-        let expected = self.expected.as_mut();
-        let more = expected.map_or(0, |expected| expected.outgrown(produced, &dispatcher.view));
-        if more > 0 {
-            let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
-            let charge = ledger.raise(user, &mut self.advance, more, pricing);
-            dispatcher.priced.add(pricing.due(&charge));
-            outbox.charge(charge);
-        }
-    }
-
-    /// Returns the price of all tokens charged, and of the output among them.
-    fn price(&self) -> LargestRequest {
-        let charged = &self.charged;
-        let input = self
-            .pricing
-            .input(charged.input_uncached, charged.input_cached);
-        let output = self.pricing.output(charged.output);
-        LargestRequest {
-            request: input + output,
-            output,
-        }
-    }
-
-    fn usage_or_estimate(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> Usage {
-        let mut usage = self.usage.unwrap_or_default();
-        // What earlier attempts estimated is output of this answer too.
-        let estimated = self.earlier.map_or(0, |earlier| earlier.charged.output);
-        usage.completion_tokens = usage.completion_tokens.max(estimated);
-        if usage.prompt_tokens == 0 {
-            usage.prompt_tokens = self.prompt.tokens;
-        }
-        let unreported = u64::from(self.prompt.ratio.tokens(self.unreported_bytes));
-        usage.completion_tokens = usage.completion_tokens.saturating_add(unreported);
-        if usage.completion_tokens == 0 && self.usage.is_none() {
-            usage.completion_tokens = self.hidden_output(dispatcher, end, now);
-        }
-        usage
-    }
-
-    /// Estimates the tokens of invisible output from the elapsed time. An engine that failed may
-    /// have been stuck all the time, so the estimate is then capped at the expected output.
-    fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
-        let Some(hidden) = self.hidden.filter(|_| !self.waits_for_prompt()) else {
-            return 0;
-        };
-        let made_by = self.progress.began.filter(|_| hidden.is_whole_at_once);
-        let elapsed = self.at_work(made_by.unwrap_or(now));
-        let tokens = hidden.tokens(elapsed, &self.pace(dispatcher, now));
-        match end {
-            AttemptEnd::Finished
-            | AttemptEnd::ClientLeft
-            | AttemptEnd::NotRun
-            | AttemptEnd::Moved => tokens,
-            AttemptEnd::Broken | AttemptEnd::Failed => {
-                let usual = self.usual_output(dispatcher, hidden);
-                tokens.min(usual.saturating_mul(hidden.choices.max(1).into()))
-            }
-        }
-    }
-
-    /// Returns the number of output tokens that a choice of such a request usually has.
-    fn usual_output(&self, dispatcher: &Dispatcher, hidden: HiddenOutput) -> u64 {
-        let user = self.charged.user;
-        ExpectedOutput::of(&dispatcher.view, user, self.model, hidden.tokens_max).tokens()
-    }
-
-    /// Returns the learned prices of the backend; `None` before enough was measured.
-    fn learnt(&self, dispatcher: &Dispatcher) -> Option<LearntPrices> {
-        let service = dispatcher.view.service();
-        let served = service.get(self.backend.slot);
-        served
-            .filter(|served| served.backend == self.backend)?
-            .learnt
-    }
-
-    /// Returns the pace of the backend for this request, as learned so far.
-    fn pace(&self, dispatcher: &Dispatcher, now: Instant) -> BackendPace {
-        let running = dispatcher.load.cluster(self.backend, now).running;
-        let learnt = self.learnt(dispatcher);
-        self.stopwatch.pace(learnt.as_ref(), running)
-    }
-
-    /// Returns the part of `usage` that is not charged yet. If the engine reports no cached tokens,
-    /// the predicted ones count, if trusted. A later report of cached tokens never charges more
-    /// prompt tokens than the prompt has.
-    fn due(&self, usage: Usage) -> Charge {
-        let cached = usage
-            .cached_tokens
-            .unwrap_or(self.prompt.predicted)
-            .min(self.cached_max.unwrap_or(u64::MAX))
-            .min(usage.prompt_tokens);
-        let uncached = usage.prompt_tokens - cached;
-        let charged = &self.charged;
-        let room = usage
-            .prompt_tokens
-            .saturating_sub(charged.input_uncached + charged.input_cached);
-        let input_uncached = uncached.saturating_sub(charged.input_uncached).min(room);
-        let input_cached = cached.saturating_sub(charged.input_cached);
-        Charge {
-            user: charged.user,
-            input_uncached,
-            input_cached: input_cached.min(room - input_uncached),
-            output: usage.completion_tokens.saturating_sub(self.charged.output),
-            started: 0,
-            ended: 0,
-            ..Charge::default()
-        }
-    }
-
-    fn note_charged(&mut self, charge: Charge) {
-        self.charged.input_uncached += charge.input_uncached;
-        self.charged.input_cached += charge.input_cached;
-        self.charged.output += charge.output;
     }
 }
