@@ -52,8 +52,8 @@ pub use waiter::{AdmissionRejection, AdmissionRequest, AdmissionTry, Admitted, D
 use crate::base::clock::{Clock, LogTime};
 use crate::cluster::figures::LongestWait;
 use crate::routing::{
-    Attempt, Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PeerPlace,
-    Permits, PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
+    Attempt, Decider, Decision, Dispatcher, LoadReportError, LoadTable, PeerPlace, Permits,
+    PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
 use metrics::LeaveReason;
 use model_queue::{ModelQueue, users_of};
@@ -172,7 +172,8 @@ impl Admission {
     }
 
     /// Finds a backend for a request and dispatches it, after a wait if there is no room.
-    /// `excluded` lists backends that cannot run it, or did not when tried. Cancel safe: dropping the future removes the request from the queue.
+    /// `excluded` lists backends that cannot run it, or did not when tried. Cancel safe: dropping
+    /// the future removes the request from the queue.
     ///
     /// # Errors
     /// Returns an [`AdmissionRejection`] if the user exceeds a limit, no backend can take the
@@ -222,10 +223,7 @@ impl Admission {
         now: Instant,
     ) -> Admitted {
         let ask = candidate.ask(&[]);
-        let terms = DispatchTerms {
-            tokens_max: candidate.tokens_max(),
-            earlier: candidate.earlier(),
-        };
+        let terms = candidate.terms();
         let decision = placed.decision.clone();
         let mut attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
         attempt.holds(candidate.permit().get().cloned());
@@ -589,10 +587,7 @@ impl Admission {
         candidate: &dyn AdmissionRequest,
         then: Instant,
     ) -> Attempt {
-        let terms = DispatchTerms {
-            tokens_max: candidate.tokens_max(),
-            earlier: candidate.earlier(),
-        };
+        let terms = candidate.terms();
         let ask = candidate.ask(&[]);
         let mut attempt = self.dispatcher.dispatch(decision, &ask, terms, then);
         attempt.holds(candidate.permit().get().cloned());

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use super::Admission;
 use crate::routing::{
-    Attempt, AttemptEnd, Decision, Dispatcher, EarlierCharge, LoadTable, PeerPlace, PermitCell,
-    Room, RoutingRejection, RoutingRequest, SeekGuard, UserName,
+    Attempt, AttemptEnd, Decision, DispatchTerms, Dispatcher, EarlierCharge, LoadTable, PeerPlace,
+    PermitCell, Room, RoutingRejection, RoutingRequest, SeekGuard, UserName,
 };
 
 /// A request as admission sees it, ready for a decision at any time.
@@ -40,6 +40,14 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     /// it begins one.
     fn earlier(&self) -> Option<EarlierCharge> {
         None
+    }
+
+    /// Returns the terms of its dispatch.
+    fn terms(&self) -> DispatchTerms {
+        DispatchTerms {
+            tokens_max: self.tokens_max(),
+            earlier: self.earlier(),
+        }
     }
 
     /// Returns the longest wait after which the client still gets a response that takes `service`;

@@ -5,18 +5,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use api::proxy::{Charges, RequestOutcome, StreamResume};
-use state::command::Command;
-use tokio::sync::Semaphore;
 
 use super::client::{Answer, chat, post};
 use super::engine::{DONE, Engine, Step, chunk, delta, json, last_chunk, stream_head};
 use super::fleet::{Fleet, PATIENT, eventually};
 
-const STREAM: &str = ",\"stream\":true";
+pub(super) const STREAM: &str = ",\"stream\":true";
 const ROLE: &str = "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
 
 /// Returns a chunk of the engine that goes on, whose prompt has `prompt_tokens`.
-fn next_delta(text: &str, prompt_tokens: u32, completion_tokens: u32) -> String {
+pub(super) fn next_delta(text: &str, prompt_tokens: u32, completion_tokens: u32) -> String {
     format!(
         "data: {{\"id\":\"d\",\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}},\"finish_reason\":null}}],\
          \"usage\":{{\"prompt_tokens\":{prompt_tokens},\"completion_tokens\":{completion_tokens}}}}}\n\n"
@@ -32,7 +30,7 @@ fn next_end() -> [String; 3] {
     ]
 }
 
-fn is_continued(request: &str) -> bool {
+pub(super) fn is_continued(request: &str) -> bool {
     request.contains("\"continue_final_message\":true")
 }
 
@@ -69,12 +67,12 @@ async fn pair(first: &[&str], rest: &[&str]) -> ([Engine; 2], Fleet) {
     (engines, fleet)
 }
 
-fn requests(engines: &[Engine]) -> Vec<String> {
+pub(super) fn requests(engines: &[Engine]) -> Vec<String> {
     engines.iter().flat_map(Engine::requests).collect()
 }
 
 /// Returns the text of a streamed chat.
-fn text(answer: &Answer) -> String {
+pub(super) fn text(answer: &Answer) -> String {
     let events = answer
         .body
         .lines()
@@ -433,124 +431,6 @@ async fn all_streams_of_an_engine_that_is_gone_go_on() {
 }
 
 #[tokio::test]
-async fn streams_leave_a_backend_that_drains_if_they_can_move() {
-    for (fields, moves) in [("", true), (",\"logprobs\":true", false)] {
-        let gate = Arc::new(Semaphore::new(0));
-        let opened = Arc::clone(&gate);
-        let script = move |request: &str| match is_continued(request) {
-            true => vec![
-                stream_head(),
-                chunk(&next_delta("c", 8, 1)),
-                chunk(DONE),
-                last_chunk(),
-            ],
-            false => vec![
-                stream_head(),
-                chunk(&delta("a", 1)),
-                Step::Await(Arc::clone(&gate)),
-                chunk(&delta("b", 2)),
-                chunk(DONE),
-                last_chunk(),
-            ],
-        };
-        let engines = [
-            Engine::answering(script.clone()).await,
-            Engine::answering(script).await,
-        ];
-        let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
-        let mut client = fleet.client().await;
-        client.send(chat(&format!("{STREAM}{fields}"))).await;
-        client.read_until("\"a\"").await;
-        let first = usize::from(engines[0].requests().is_empty());
-        fleet.apply(Command::SetDraining {
-            name: format!("e{first}"),
-            draining: true,
-            moves_streams: true,
-        });
-        opened.add_permits(1);
-        let answer = client.answer().await;
-        let expected = if moves { "ac" } else { "ab" };
-        assert!(answer.body.ends_with(DONE), "{}", answer.body);
-        assert_eq!(text(&answer), expected);
-        fleet.is_idle().await;
-        assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
-        assert_eq!(engines[1 - first].requests().len(), usize::from(moves));
-        let charge = fleet.charged().await;
-        assert_eq!((charge.input_uncached, charge.output), (7, 2));
-    }
-}
-
-#[tokio::test]
-async fn a_stream_that_no_other_backend_takes_stays_where_it_is() {
-    let gate = Arc::new(Semaphore::new(0));
-    let opened = Arc::clone(&gate);
-    let engine = Engine::always(vec![
-        stream_head(),
-        chunk(&delta("a", 1)),
-        Step::Await(gate),
-        chunk(&delta("b", 2)),
-        chunk(DONE),
-        last_chunk(),
-    ])
-    .await;
-    let fleet = Fleet::start(&[&engine]).await;
-    let mut client = fleet.client().await;
-    client.send(chat(STREAM)).await;
-    client.read_until("\"a\"").await;
-    fleet.apply(Command::SetDraining {
-        name: "e0".to_owned(),
-        draining: true,
-        moves_streams: true,
-    });
-    opened.add_permits(1);
-    let answer = client.answer().await;
-    assert_eq!(text(&answer), "ab");
-    assert!(answer.body.ends_with(DONE));
-    fleet.is_idle().await;
-    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
-    let charge = fleet.charged().await;
-    assert_eq!((charge.input_uncached, charge.output), (7, 2));
-}
-
-#[tokio::test]
-async fn a_stream_that_stalls_stays_if_no_other_backend_takes_it() {
-    let gate = Arc::new(Semaphore::new(0));
-    let opened = Arc::clone(&gate);
-    let engine = Engine::always(vec![
-        stream_head(),
-        chunk(&delta("a", 1)),
-        Step::Await(gate),
-        chunk(&delta("b", 2)),
-        chunk(DONE),
-        last_chunk(),
-    ])
-    .await;
-    let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
-        settings.streams.stall = Some(Duration::from_millis(20));
-    })
-    .await;
-    let mut client = fleet.client().await;
-    client.send(chat(STREAM)).await;
-    client.read_until("\"a\"").await;
-    let labels = || {
-        let mut page = String::new();
-        let mut registry = prometheus_client::registry::Registry::default();
-        fleet.metrics.register(&mut registry);
-        prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
-        page
-    };
-    let counted = "streams_broken_total{cause=\"stalled\",result=\"no-backend\"} 1";
-    eventually("no other backend was found", || labels().contains(counted)).await;
-    opened.add_permits(1);
-    let answer = client.answer().await;
-    assert_eq!(text(&answer), "ab");
-    assert!(answer.body.ends_with(DONE));
-    fleet.is_idle().await;
-    let charge = fleet.charged().await;
-    assert_eq!((charge.input_uncached, charge.output), (7, 2));
-}
-
-#[tokio::test]
 async fn a_client_that_received_nothing_gets_the_role_of_the_next_engine() {
     let broken = Arc::new(AtomicUsize::new(0));
     let script = move |_: &str| match broken.fetch_add(1, Ordering::SeqCst) {
@@ -581,7 +461,7 @@ async fn a_client_that_received_nothing_gets_the_role_of_the_next_engine() {
 }
 
 #[tokio::test]
-async fn the_end_of_a_completed_stream_waits_for_its_charge_if_charges_are_durable() {
+async fn a_completed_stream_waits_for_its_charge_if_charges_are_durable() {
     let stop = "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n";
     let engine = engine(&[&delta("ab", 2), stop], &[]).await;
     let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {

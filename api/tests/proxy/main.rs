@@ -31,6 +31,7 @@ mod habits;
 mod leaving;
 mod limits;
 mod liveness;
+mod moved;
 mod panic;
 mod picker;
 mod picker_answers;

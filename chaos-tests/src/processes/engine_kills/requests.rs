@@ -27,7 +27,7 @@ const PIECES: &[&str] = &[
     "abc def ",
     "oil, ",
     "</s> ",
-    "\u{e9}tage ",
+    "\u{e9}t\u{e9} ",
     "x",
 ];
 

@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_without_output_begins_again_whatever_its_fields() {
+    fn an_answer_without_output_begins_again_with_any_field() {
         let body = r#"{"prompt":[1,2],"logprobs":1,"n":2}"#;
         assert_eq!(continued(COMPLETIONS, body, &[]).unwrap(), body);
     }
