@@ -18,7 +18,7 @@ kinds! {
     Role "role" "a stream with another number of role chunks, or one that comes late";
     Finish "finish" "a stream with another finish reason, or another number of them";
     Usage "usage" "a stream with other usage, or with usage where none was requested";
-    Done "done" "a stream that does not end with exactly one [DONE]";
+    Done "done" "a stream that does not end with exactly one `[DONE]`";
     Charge "charge" "a cut off request whose attempts charge other tokens than one answer";
     Shape "shape" "a stream with lines that the undisturbed one does not have";
 }
