@@ -214,6 +214,9 @@ impl Backends {
         if of_engines.sum::<usize>() != further.count() {
             return Err("a rank stands behind no engine, or twice".to_owned());
         }
+        if self.iter().any(|it| it.moves_streams && !it.draining) {
+            return Err("a backend moves its streams and does not drain".to_owned());
+        }
         for (slot, slots) in &self.ranks.by_engine {
             let Some(engine) = self.in_slot(*slot) else {
                 return Err(format!("slot {slot} is empty and has ranks"));

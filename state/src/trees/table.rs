@@ -105,6 +105,7 @@ impl Trees {
         let parent = new.parent.filter(|parent| *parent != new.key);
         // The parent may be the one that makes room.
         let root = root_of(&self.sessions, new.key, parent);
+        let before = self.trees.get(&root).copied();
         if self.sessions.len() >= self.bounds.sessions
             && let Some(key) = self.makes_room()
         {
@@ -124,7 +125,13 @@ impl Trees {
             usage: TurnUsage::default(),
         };
         self.insert(new.key, session);
-        let tree = self.trees.get(&root).copied().unwrap_or(SessionTree {
+        // A tree whose only session has made room goes on.
+        let ended = before.map(|tree| SessionTree {
+            sessions: 0,
+            ..tree
+        });
+        let known = self.trees.get(&root).copied().or(ended);
+        let tree = known.unwrap_or(SessionTree {
             user: new.user,
             sessions: 0,
             begun_ms: now_ms,

@@ -98,10 +98,12 @@ impl Model {
         // The parent may be the one that makes room.
         let parent = parent.filter(|it| *it != key);
         let root = parent.map_or(key, |it| self.sessions.get(&it).map_or(it, |it| it.root));
+        let before = self.trees.get(&root).copied();
         if self.sessions.len() == BOUNDS.sessions {
             self.make_room();
         }
-        self.trees.entry(root).or_default();
+        // A tree whose only session has made room goes on.
+        self.trees.entry(root).or_insert(before.unwrap_or_default());
         let session = ModelSession {
             root,
             user: key % USERS,

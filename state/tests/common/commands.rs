@@ -441,8 +441,8 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         30 => batch,
         4 => put.prop_map(Command::PutBackend),
         1 => name().prop_map(|name| Command::DeleteBackend { name }),
-        1 => (name(), any::<bool>())
-            .prop_map(|(name, draining)| Command::SetDraining { name, draining, moves_streams: false,}),
+        1 => (name(), any::<bool>(), any::<bool>())
+            .prop_map(|(name, draining, moves_streams)| Command::SetDraining { name, draining, moves_streams }),
         1 => Just(Command::PutPolicy(PolicyConfig::LeastRequest)),
         4 => user_settings(),
         1 => user_defaults(),

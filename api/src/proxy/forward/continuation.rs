@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt;
 use http_body_util::{BodyExt, Collected};
 use state::ids::Slot;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::request_context::ProxiedRequest;
 use super::{Answered, Tries, Unanswered, content, exclude_engine, outgoing, respond};
@@ -19,8 +19,8 @@ use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::request::dialect::Dialect;
 use crate::proxy::request::usage_options::WantedUsage;
 use crate::proxy::response::continuation::{
-    COMPLETION_TOKENS, ContinueRejection, ContinuedAnswer, Continuer, PendingContinuation,
-    PresentAttempt, RelayedText, Seam, continued_body,
+    COMPLETION_TOKENS, ContinueRejection, ContinuedAnswer, ContinuedBody, Continuer,
+    PendingContinuation, PresentAttempt, RelayedText, Seam, continued_body,
 };
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_body::{BodyKind, Continuation};
@@ -32,6 +32,9 @@ const KEPT_DIVISOR: u64 = 2;
 
 /// Maximum number of streams that move at once. Each of them is a prompt for another engine.
 const MOVES_MAX: u32 = 8;
+
+/// Maximum time in which another backend must go on with a stream whose own backend still has it.
+const LENT_MAX: Duration = Duration::from_secs(30);
 
 /// Metrics of a request that is tried on backends.
 pub(super) trait TryMetrics {
@@ -105,7 +108,7 @@ impl Continuer for StreamContinuer {
         relayed: &RelayedText,
         slot: Slot,
         moves: bool,
-    ) -> Result<Bytes, ContinueRejection> {
+    ) -> Result<ContinuedBody, ContinueRejection> {
         let (proxy, proxied) = (&self.proxy, &self.proxied);
         if (proxy.poison_requests).refuses(&proxied.body, &proxied.identity) {
             return Err(ContinueRejection::BreaksBackends);
@@ -123,7 +126,7 @@ impl Continuer for StreamContinuer {
     fn go_on(
         &mut self,
         (present, slot): (PresentAttempt<'_>, Slot),
-        body: Bytes,
+        body: ContinuedBody,
         relayed: &RelayedText,
     ) -> Result<PendingContinuation, ContinueRejection> {
         let (proxy, proxied) = (Arc::clone(&self.proxy), Arc::clone(&self.proxied));
@@ -154,11 +157,23 @@ impl Continuer for StreamContinuer {
         exclude_engine(&proxy, slot, &mut tries.excluded);
         proxy.metrics.retries.inc();
         let begun = relayed.has_begun();
-        let seam = begun.then(|| Seam::behind(relayed, self.is_chat));
+        let ContinuedBody {
+            bytes,
+            held_tokens_max,
+        } = body;
+        let seam = begun.then(|| Seam::behind(relayed, self.is_chat, held_tokens_max));
         let text = relayed.text().unwrap_or_default().to_owned();
         let shared = Arc::clone(&self.tries);
         Ok(Box::pin(async move {
-            let asked = ask(&proxy, &proxied, (body, seam), &mut tries, &text).await;
+            let asked = ask(&proxy, &proxied, (bytes, seam), &mut tries, &text);
+            let asked = match is_lent {
+                false => asked.await,
+                // Meanwhile the client gets nothing of the backend that still has the stream.
+                true => match timeout(LENT_MAX, asked).await {
+                    Ok(asked) => asked,
+                    Err(_) => Err(ContinueRejection::NoBackend),
+                },
+            };
             if is_lent && asked.is_err() {
                 proxied.take_back();
             }
@@ -273,25 +288,28 @@ async fn ask(
     })
 }
 
-/// Reads a stream until something of it continues the answer. Fails with the obstacle, or with
+/// Reads a stream until it continues the answer. Fails with the obstacle, or with
 /// `None` if the connection breaks.
 async fn begin(
     body: &mut EngineBody,
     mut seam: Option<&mut Seam>,
 ) -> Result<Bytes, Option<ContinueRejection>> {
+    let mut passed = BytesMut::new();
     while let Some(frame) = body.frame().await {
         let Ok(data) = frame.map_err(|_| None)?.into_data() else {
             continue;
         };
-        let passed = match &mut seam {
-            Some(seam) => seam.push(&data).map_err(Some)?,
-            None => data,
+        let Some(seam) = &mut seam else {
+            return Ok(data);
         };
-        if !passed.is_empty() {
-            return Ok(passed);
+        passed.extend_from_slice(&seam.push(&data).map_err(Some)?);
+        match seam.has_begun() {
+            Some(true) => return Ok(passed.freeze()),
+            Some(false) => {}
+            None => return Err(Some(ContinueRejection::NoBackend)),
         }
     }
-    Ok(Bytes::new())
+    Err(None)
 }
 
 /// Returns a body in one piece.

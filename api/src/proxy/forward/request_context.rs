@@ -121,8 +121,8 @@ impl ProxiedRequest {
     }
 
     /// Lets another attempt begin with what `attempt` has charged, while this one goes on.
-    pub(in crate::proxy) fn lend(&self, attempt: &mut Attempt) {
-        *self.lock_earlier() = attempt.lend(Instant::now());
+    pub(in crate::proxy) fn lend(&self, attempt: &Attempt) {
+        *self.lock_earlier() = attempt.lend();
     }
 
     /// Forgets what was lent, because no other attempt goes on.

@@ -162,8 +162,8 @@ impl RequestAccounting {
     }
 
     /// Returns the attempt; `None` if it has ended.
-    pub(super) fn attempt(&mut self) -> Option<&mut Attempt> {
-        self.attempt.as_mut()
+    pub(super) fn attempt(&self) -> Option<&Attempt> {
+        self.attempt.as_ref()
     }
 
     /// Takes the attempt of a stream that goes on elsewhere; `None` if it has ended.

@@ -174,3 +174,29 @@ fn an_answer_that_does_not_go_on_is_a_turn_if_an_engine_ran_it() {
         bench.assert_quiet();
     }
 }
+
+#[test]
+fn an_answer_of_which_no_engine_told_anything_is_charged_once() {
+    let bench = Bench::new(2);
+    let identity = bench.identify("What is next?");
+    let request = RoutingRequest {
+        session: Some(ROOT),
+        ..ask(&identity, &[])
+    };
+    let decision = bench.decide_on(&request).unwrap();
+    let first = bench.dispatch(&decision, &request);
+    let earlier = first.hand_over(AttemptEnd::Failed, Instant::now());
+    let earlier = earlier.expect("it was open");
+    let terms = DispatchTerms {
+        earlier: Some(earlier.charge()),
+        ..DispatchTerms::default()
+    };
+    // The client leaves before the next backend says anything.
+    let dispatcher = bench.router.dispatcher();
+    drop(dispatcher.dispatch(&decision, &request, terms, Instant::now()));
+    drop(earlier);
+    bench.flush();
+    assert_eq!(bench.charged(), [u64::from(identity.tokens), 0, 0]);
+    assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(1));
+    bench.assert_quiet();
+}

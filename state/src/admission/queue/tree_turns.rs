@@ -73,7 +73,11 @@ impl TreeTurns {
         let start = self.lines.get(&tree).map_or(0, |line| line.start);
         let waiting = (self.order.len() as u64).max(1);
         let advanced = self.now.saturating_add(price.div_ceil(waiting).max(1));
-        self.now = advanced.min(self.next_tag()).max(start);
+        // Trees without room are passed over. One that is served meanwhile must not take the time
+        // with it, or those that come later wait for what it had.
+        let is_in_turn = self.order.first().is_none_or(|(first, ..)| start <= *first);
+        let start = if is_in_turn { start } else { 0 };
+        self.now = advanced.min(self.next_tag(price)).max(start).max(self.now);
         self.change(tree, |line| {
             line.start = line.start.saturating_add(price.max(1));
         });
@@ -83,11 +87,18 @@ impl TreeTurns {
         }
     }
 
-    /// Returns the least start tag after the virtual time of the trees that wait.
-    fn next_tag(&self) -> u64 {
+    /// Returns the least start tag after the virtual time of the trees that wait, or else the last
+    /// one and a request of this `price` behind it.
+    fn next_tag(&self, price: u64) -> u64 {
         let after = (self.now.saturating_add(1), (0, Ticket(0)), None);
         let next = self.order.range(after..).next();
-        next.map_or(u64::MAX, |(start, ..)| *start)
+        let last = || {
+            self.order
+                .last()
+                .map(|(start, ..)| start.saturating_add(price))
+        };
+        let next = next.map(|(start, ..)| *start);
+        next.or_else(last).unwrap_or(u64::MAX)
     }
 
     /// Iterates over the first request of each tree, in the order of turns.

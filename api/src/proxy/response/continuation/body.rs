@@ -94,6 +94,24 @@ pub(in crate::proxy) const COMPLETION_TOKENS: u64 = 16;
 /// Texts in an answer of a chat that chat templates treat as a part of its own.
 const REASONING: [&str; 2] = ["<think>", "</think>"];
 
+/// A request that continues an answer.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::proxy) struct ContinuedBody {
+    pub(in crate::proxy) bytes: Bytes,
+    /// Maximum number of tokens that the engine has counted and held back, as the possible beginning
+    /// of a stop string.
+    pub(in crate::proxy) held_tokens_max: u64,
+}
+
+impl ContinuedBody {
+    fn unchanged(bytes: &Bytes) -> Self {
+        Self {
+            bytes: bytes.clone(),
+            held_tokens_max: 0,
+        }
+    }
+}
+
 /// Returns the body that continues what was `relayed` of the answer to `body`, which was sent to
 /// `path`. Completions have at most `tokens_max` tokens if the request sets no maximum; `None` for
 /// no limit.
@@ -105,11 +123,11 @@ pub(in crate::proxy) fn continued_body(
     body: &Bytes,
     relayed: &RelayedText,
     tokens_max: Option<u64>,
-) -> Result<Bytes, ContinueRejection> {
+) -> Result<ContinuedBody, ContinueRejection> {
     let text = relayed.text()?;
     if text.is_empty() {
         // The answer begins again.
-        return Ok(body.clone());
+        return Ok(ContinuedBody::unchanged(body));
     }
     let is_chat = path == "/v1/chat/completions";
     let kept = kept_text(text, is_chat)?;
@@ -118,11 +136,15 @@ pub(in crate::proxy) fn continued_body(
     }
     let open = memchr::memchr(b'{', body).map_or(0, |brace| brace + 1);
     let mut continued = body.slice(..open).to_vec();
-    let (mut has_prompt, mut has_limit) = (false, false);
+    let (mut has_prompt, mut has_limit, mut held_tokens_max) = (false, false, 0);
     for member in members(body) {
         let name = std::str::from_utf8(&body[member.key.clone()]).unwrap_or_default();
         let value = std::str::from_utf8(&body[member.value.clone()]).unwrap_or_default();
         check_field(name, value)?;
+        if name == "stop" && value != "null" {
+            // A token has at least one byte.
+            held_tokens_max = value.len() as u64;
+        }
         let value: Cow<'_, str> = match name {
             // They are set below.
             "add_generation_prompt" | "continue_final_message" => continue,
@@ -151,7 +173,7 @@ pub(in crate::proxy) fn continued_body(
     }
     if kept.is_empty() {
         // All white space is generated again.
-        return Ok(body.clone());
+        return Ok(ContinuedBody::unchanged(body));
     }
     if is_chat {
         append(&mut continued, "add_generation_prompt", "false");
@@ -163,7 +185,10 @@ pub(in crate::proxy) fn continued_body(
         append(&mut continued, "max_tokens", &left.to_string());
     }
     continued.push(b'}');
-    Ok(continued.into())
+    Ok(ContinuedBody {
+        bytes: continued.into(),
+        held_tokens_max,
+    })
 }
 
 /// Returns the part of an answer that the next engine is sent. Some chat templates remove white
@@ -257,7 +282,7 @@ mod tests {
     fn continued(path: &str, body: &str, texts: &[&str]) -> Result<String, ContinueRejection> {
         let body = Bytes::copy_from_slice(body.as_bytes());
         let body = continued_body(path, &body, &relayed(texts), Some(COMPLETION_TOKENS))?;
-        Ok(String::from_utf8(body.to_vec()).unwrap())
+        Ok(String::from_utf8(body.bytes.to_vec()).unwrap())
     }
 
     #[test]
@@ -341,7 +366,7 @@ mod tests {
         let continued = |path| continued_body(path, &body, &relayed, None);
         assert_eq!(continued(CHAT), Err(ContinueRejection::NoUsage));
         assert_eq!(
-            continued(COMPLETIONS).unwrap(),
+            continued(COMPLETIONS).unwrap().bytes,
             r#"{"messages":[{}],"prompt":"pa"}"#
         );
     }

@@ -19,7 +19,7 @@ use std::pin::Pin;
 use bytes::Bytes;
 use state::ids::Slot;
 
-pub(in crate::proxy) use self::body::{COMPLETION_TOKENS, continued_body};
+pub(in crate::proxy) use self::body::{COMPLETION_TOKENS, ContinuedBody, continued_body};
 pub(in crate::proxy) use self::relayed::RelayedText;
 pub(in crate::proxy) use self::seam::Seam;
 use crate::engines::backends::pool::EngineBody;
@@ -115,9 +115,9 @@ pub(in crate::proxy) enum PresentAttempt<'a> {
     /// The backend has failed. The attempt ends thus.
     Failed(Attempt, AttemptEnd),
     /// The backend pauses, and may go on.
-    Pausing(&'a mut Attempt),
+    Pausing(&'a Attempt),
     /// The backend drains, and goes on until another one does.
-    Moving(&'a mut Attempt),
+    Moving(&'a Attempt),
 }
 
 /// Future of an answer that goes on.
@@ -133,13 +133,13 @@ pub(in crate::proxy) trait Continuer: Send {
         relayed: &RelayedText,
         slot: Slot,
         moves: bool,
-    ) -> Result<Bytes, ContinueRejection>;
+    ) -> Result<ContinuedBody, ContinueRejection>;
 
     /// Sends `body` to another backend than that in `slot`.
     fn go_on(
         &mut self,
         from: (PresentAttempt<'_>, Slot),
-        body: Bytes,
+        body: ContinuedBody,
         relayed: &RelayedText,
     ) -> Result<PendingContinuation, ContinueRejection>;
 

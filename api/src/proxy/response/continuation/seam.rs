@@ -30,6 +30,11 @@ pub(in crate::proxy) struct Seam {
     /// Number of output tokens in the next engine's prompt, as far as the router knows.
     generated: u64,
     is_chat: bool,
+    /// Whether the next engine has generated something, or has ended the answer.
+    has_begun: bool,
+    has_error: bool,
+    /// Number of tokens by which the next engine's count may fall below the router's for sure.
+    less_max: u64,
     /// Whether the next engine has said anything.
     has_text: bool,
     /// Whether the next engine has reported the size of its prompt.
@@ -42,8 +47,13 @@ pub(in crate::proxy) struct Seam {
 }
 
 impl Seam {
-    /// Returns the seam behind `relayed`; `is_chat` tells which endpoint it is.
-    pub(in crate::proxy) fn behind(relayed: &RelayedText, is_chat: bool) -> Self {
+    /// Returns the seam behind `relayed`; `is_chat` tells which endpoint it is. The engine may have
+    /// counted and held back `held_tokens_max` tokens.
+    pub(in crate::proxy) fn behind(
+        relayed: &RelayedText,
+        is_chat: bool,
+        held_tokens_max: u64,
+    ) -> Self {
         let text = relayed.text().unwrap_or_default();
         let kept = if is_chat { text.trim_end() } else { text };
         Self {
@@ -56,6 +66,9 @@ impl Seam {
                 false => relayed.kept_tokens(),
             },
             is_chat,
+            has_begun: false,
+            has_error: false,
+            less_max: held_tokens_max + (text.len() - kept.len()) as u64,
             has_text: false,
             is_checked: false,
             owed: text[kept.len()..].to_owned(),
@@ -85,6 +98,11 @@ impl Seam {
         Ok(passed.freeze())
     }
 
+    /// Whether the next engine has gone on; `None` if it has reported an error instead.
+    pub(in crate::proxy) fn has_begun(&self) -> Option<bool> {
+        (!self.has_error || self.has_begun).then_some(self.has_begun)
+    }
+
     /// Returns what is left of a stream that has ended within an event.
     pub(in crate::proxy) fn finish(&mut self) -> Bytes {
         self.held.split().freeze()
@@ -106,6 +124,7 @@ impl Seam {
                 b"id" => edits.extend(replaced(value, &self.id)),
                 b"created" => edits.extend(replaced(value, &self.created)),
                 b"choices" => is_empty = self.join_choices(&json, value, &mut edits)?,
+                b"error" => self.has_error |= !is_nothing(&json[value]),
                 b"usage" => self.join_usage(&json, value, &mut edits)?,
                 _ => {}
             }
@@ -181,6 +200,7 @@ impl Seam {
             said = rest.into();
         }
         self.has_text |= !said.is_empty();
+        self.has_begun |= !said.is_empty() || has_more || is_ended;
         Ok(said.is_empty() && !is_ended && !has_more)
     }
 
@@ -218,11 +238,12 @@ impl Seam {
             .prompt_tokens
             .get_or_insert(sent.saturating_sub(self.generated));
         let generated = sent.saturating_sub(prompt_tokens);
-        let less_max = 1 + self.generated / TOKENS_LESS_SHARE;
+        let less_max = 1 + self.less_max + self.generated / TOKENS_LESS_SHARE;
         let is_odd = sent < prompt_tokens
             || generated > self.generated + TOKENS_MORE_MAX
             || generated + less_max < self.generated;
-        if is_odd && sent > 0 {
+        // The text of a completion follows its prompt in any case.
+        if self.is_chat && is_odd && sent > 0 {
             return Err(ContinueRejection::NotContinued);
         }
         self.is_checked |= sent > 0;
@@ -343,7 +364,7 @@ mod tests {
         ]
         .concat();
         for piece_bytes in [1, 7, stream.len()] {
-            let seam = Seam::behind(&relayed(&[FIRST]), true);
+            let seam = Seam::behind(&relayed(&[FIRST]), true, 0);
             assert_eq!(joined(seam, &stream, piece_bytes).unwrap(), expected);
         }
     }
@@ -365,7 +386,7 @@ mod tests {
             (&[" ", "c"], None),
         ] {
             let stream: String = texts.iter().map(|text| say(text, [12, 1])).collect();
-            let seam = Seam::behind(&relayed(&[FIRST, space]), true);
+            let seam = Seam::behind(&relayed(&[FIRST, space]), true, 0);
             let found = joined(seam, &stream, 5);
             let expected = expected.map(|text| say(text, [10, 3]));
             assert_eq!(
@@ -375,19 +396,19 @@ mod tests {
             );
         }
         let ended = r#"{"choices":[{"delta":{"content":""},"finish_reason":"stop"}]}"#;
-        let seam = Seam::behind(&relayed(&[FIRST, space]), true);
+        let seam = Seam::behind(&relayed(&[FIRST, space]), true, 0);
         assert_eq!(joined(seam, &event(ended), 9).unwrap(), event(ended));
     }
 
     #[test]
     fn a_chat_that_goes_on_without_usage_is_not_known_to_go_on() {
         let stream = event(r#"{"choices":[{"delta":{"content":"c"}}]}"#);
-        let seam = Seam::behind(&relayed(&[FIRST]), true);
+        let seam = Seam::behind(&relayed(&[FIRST]), true, 0);
         assert_eq!(
             joined(seam, &stream, 9),
             Err(ContinueRejection::NotContinued)
         );
-        let seam = Seam::behind(&relayed(&[FIRST]), false);
+        let seam = Seam::behind(&relayed(&[FIRST]), false, 0);
         assert_eq!(joined(seam, &stream, 9).unwrap(), stream);
     }
 
@@ -397,7 +418,7 @@ mod tests {
         let stream = event(&format!(
             r#"{{"choices":[{{"delta":{{"role":"a","role":"b","content":"c","content":"d"}}}}],{usage},{usage}}}"#
         ));
-        let seam = Seam::behind(&relayed(&[FIRST]), true);
+        let seam = Seam::behind(&relayed(&[FIRST]), true, 0);
         let found = joined(seam, &stream, 9).unwrap();
         assert!(found.contains(r#""content":"d""#), "{found}");
     }
@@ -417,7 +438,7 @@ mod tests {
             (13, true),
             (15, false),
         ] {
-            let seam = Seam::behind(&relayed(&[FIRST]), true);
+            let seam = Seam::behind(&relayed(&[FIRST]), true, 0);
             assert_eq!(
                 joined(seam, &usage(tokens), 20).is_ok(),
                 is_fine,
@@ -432,7 +453,7 @@ mod tests {
             bytes in prop::collection::vec(any::<u8>(), 0..200),
             cut in 1_usize..50,
         ) {
-            let mut seam = Seam::behind(&relayed(&[FIRST]), true);
+            let mut seam = Seam::behind(&relayed(&[FIRST]), true, 0);
             for piece in [b"data: {".as_slice(), &bytes, b"\n\n"].concat().chunks(cut) {
                 if seam.push(&Bytes::copy_from_slice(piece)).is_err() {
                     break;

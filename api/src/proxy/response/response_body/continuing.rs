@@ -73,7 +73,10 @@ impl ResponseBody {
         }
         // What an unframed body held back at its end is lost.
         let is_lost = matches!(why, ResponseBodyError::Unfinished);
-        if continuation.relayed.is_complete() && !moves && !is_lost {
+        if continuation.relayed.is_complete() && is_lost {
+            return AfterFailure::Piece(self.break_off(why, None));
+        }
+        if continuation.relayed.is_complete() && !moves {
             self.count_break(&why, BreakResult::COMPLETED);
             return match self.complete() {
                 Some(last) => AfterFailure::Piece(Ok(last)),
@@ -180,7 +183,8 @@ impl ResponseBody {
         let may_move = !continuation.stays
             && self.accounting.has_output()
             && relayed.ends_in_a_word()
-            && !relayed.is_complete();
+            && !relayed.is_complete()
+            && !self.content.is_done();
         may_move && continuation.continuer.is_moving(self.source.slot)
     }
 

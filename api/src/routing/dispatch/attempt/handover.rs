@@ -132,12 +132,13 @@ impl Attempt {
         let open = self.open.as_mut()?;
         let session = open.session.take();
         let is_unknown = open.usage.is_none() && open.unreported_bytes == 0;
-        let debt = (end == AttemptEnd::Failed && is_unknown).then(|| Debt {
+        let owes = !open.owes && end == AttemptEnd::Failed && is_unknown;
+        let debt = owes.then(|| Debt {
             estimate: open.due(open.usage_or_estimate(&dispatcher, end, now)),
             advance: std::mem::take(&mut open.advance),
             pricing: open.pricing,
         });
-        open.owes = debt.is_some();
+        open.owes |= owes;
         let charge = self.close(end, now)?;
         Some(EarlierAttempt {
             dispatcher,
@@ -147,17 +148,11 @@ impl Attempt {
         })
     }
 
-    /// Charges what is due so far, and lends the charge to an attempt that may go on with the answer
-    /// instead; `None` if this one has ended.
-    pub(crate) fn lend(&mut self, now: Instant) -> Option<EarlierAttempt> {
-        let open = self.open.as_mut()?;
+    /// Lends the charge so far to an attempt that may go on with the answer instead; `None` if this
+    /// one has ended.
+    pub(crate) fn lend(&self) -> Option<EarlierAttempt> {
+        let open = self.open.as_ref()?;
         let dispatcher = &self.dispatcher;
-        let usage = open.usage_or_estimate(dispatcher, AttemptEnd::Moved, now);
-        let due = open.due(usage);
-        open.note_charged(due);
-        dispatcher
-            .outbox
-            .with(|outbox| open.charge(dispatcher, outbox, due));
         Some(EarlierAttempt {
             dispatcher: Arc::clone(dispatcher),
             session: None,
@@ -176,6 +171,9 @@ impl Attempt {
         if let Some(open) = &mut self.open {
             open.session = earlier.session.take();
             open.earlier = Some(earlier.charge);
+            open.charged = earlier.charge.charged;
+            open.usage = earlier.charge.usage;
+            open.owes = false;
             if let Some(debt) = earlier.debt.take() {
                 // What this attempt reports is paid from the first one's advance.
                 open.advance = debt.advance;

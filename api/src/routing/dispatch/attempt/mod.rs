@@ -102,7 +102,8 @@ pub(in crate::routing) struct OpenAttempt {
     /// What earlier attempts charged for the answer that this one continues; `None` if it begins
     /// one.
     earlier: Option<EarlierCharge>,
-    /// Whether the next attempt charges what this one owes.
+    /// Whether the attempt charges nothing: the one that goes on does, or whoever keeps the earlier
+    /// ones.
     owes: bool,
     model: ModelKey,
     pricing: Pricing,
@@ -220,7 +221,7 @@ impl Dispatcher {
             unreported_bytes: 0,
             charged: terms.earlier.map_or(nothing(user), |it| it.charged),
             earlier: terms.earlier,
-            owes: false,
+            owes: !begins,
             model,
             pricing,
             advance,
