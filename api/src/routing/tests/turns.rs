@@ -176,7 +176,7 @@ fn an_answer_that_does_not_go_on_is_a_turn_if_an_engine_ran_it() {
 }
 
 #[test]
-fn an_answer_of_which_no_engine_told_anything_is_charged_once() {
+fn an_answer_without_any_report_is_charged_once() {
     let bench = Bench::new(2);
     let identity = bench.identify("What is next?");
     let request = RoutingRequest {
