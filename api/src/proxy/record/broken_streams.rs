@@ -1,6 +1,8 @@
 //! Streams whose engine failed in the middle of its output, as metrics show them.
 
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 
 /// Why a stream has to go on at another engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -13,6 +15,18 @@ pub enum StreamBreak {
     Stalled,
     /// The backend drains, and its streams move.
     Moved,
+}
+
+impl StreamBreak {
+    const ALL: [Self; 4] = [Self::Broke, Self::Error, Self::Stalled, Self::Moved];
+
+    /// Creates the counters of streams that go on, so that their rates are known from the start.
+    pub(super) fn begin(counted: &Family<BreakLabels, Counter>) {
+        let result = BreakResult::CONTINUED;
+        for cause in Self::ALL {
+            drop(counted.get_or_create(&BreakLabels { cause, result }));
+        }
+    }
 }
 
 impl EncodeLabelValue for StreamBreak {

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::access::{AccessEntry, EndedAccess};
 use super::archive::LostRecords;
-use super::broken_streams::BreakLabels;
+use super::broken_streams::{BreakLabels, StreamBreak};
 use super::decisions::DecisionLog;
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
@@ -215,6 +215,7 @@ impl ProxyMetrics {
             "Decisions that were not written to disk, by reason: queue-full, disk",
             self.decisions_lost.clone(),
         );
+        StreamBreak::begin(&self.streams_broken);
         registry.register(
             "streams_broken",
             "Streams whose backend failed in the middle of its output, by cause and result: continued, completed, or what prevented it",
