@@ -118,9 +118,10 @@ impl RelayedText {
         self.has_begun
     }
 
-    /// Whether the text ends where engines go on well: not in white space.
+    /// Whether the last token is more than white space. Behind one of white space, engines go on
+    /// less surely.
     pub(in crate::proxy) fn ends_in_a_word(&self) -> bool {
-        !self.text.ends_with(|it: char| it.is_whitespace())
+        self.kept_tokens > 0 && self.kept_tokens == self.tokens()
     }
 
     /// Returns the usage that the engines reported; `None` without a report.
