@@ -191,13 +191,12 @@ pub(in crate::proxy) fn continued_body(
     })
 }
 
-/// Returns the part of an answer that the next engine is sent. Some chat templates remove white
-/// space at the end of a message. It is left to the engine to generate it again.
+/// Returns the part of an answer that the next engine is sent, unless chat templates may change it.
 fn kept_text(text: &str, is_chat: bool) -> Result<&str, ContinueRejection> {
+    let kept = RelayedText::kept(text, is_chat);
     if !is_chat {
-        return Ok(text);
+        return Ok(kept);
     }
-    let kept = text.trim_end();
     let is_led = kept.starts_with(char::is_whitespace);
     if is_led || REASONING.iter().any(|mark| kept.contains(mark)) {
         return Err(ContinueRejection::Template);

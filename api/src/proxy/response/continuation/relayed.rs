@@ -96,6 +96,12 @@ impl RelayedText {
         }
     }
 
+    /// Returns the part of `text` that the next engine is sent. Some chat templates remove white
+    /// space at the end of a message, so it is left to the engine to generate it again.
+    pub(super) fn kept(text: &str, is_chat: bool) -> &str {
+        if is_chat { text.trim_end() } else { text }
+    }
+
     /// Returns the number of output tokens, as reported or else by the number of events.
     pub(in crate::proxy) fn tokens(&self) -> u64 {
         let reported = self.usage.map_or(0, |usage| usage.completion_tokens);

@@ -55,7 +55,7 @@ impl Seam {
         held_tokens_max: u64,
     ) -> Self {
         let text = relayed.text().unwrap_or_default();
-        let kept = if is_chat { text.trim_end() } else { text };
+        let kept = RelayedText::kept(text, is_chat);
         Self {
             id: relayed.id.clone(),
             created: relayed.created.clone(),

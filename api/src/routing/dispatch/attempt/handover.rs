@@ -67,16 +67,13 @@ impl EarlierAttempt {
 
     /// Adds a further attempt that failed too.
     pub(crate) fn join(&mut self, mut next: Self) {
-        let debt = next.debt.take();
         self.charge = EarlierCharge {
             has_run: self.charge.has_run || next.charge.has_run,
             ..next.charge
         };
         self.session = self.session.or(next.session.take());
-        self.debt = match (self.debt.take(), debt) {
-            (Some(before), Some(_) | None) => Some(before),
-            (None, debt) => debt,
-        };
+        let debt = next.debt.take();
+        self.debt = self.debt.take().or(debt);
     }
 
     /// Charges what is owed, because no other attempt goes on.
