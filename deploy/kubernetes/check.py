@@ -210,6 +210,34 @@ def promises(rendered):
     print("pods: no root, no capabilities, read-only, time to drain")
 
 
+def extended():
+    """What the chart's optional values say is in the pods, beside what is always there."""
+    rendered, plain = objects("extended.helm"), objects("base.helm")
+    valid("extended", rendered)
+    with open(f"{HERE}/helm/quorate/ci/extended-values.yaml", encoding="utf-8") as file:
+        values = yaml.safe_load(file)
+    template = rendered["StatefulSet", "quorate"]["spec"]["template"]
+    pod, metadata = template["spec"], template["metadata"]
+    before = plain["StatefulSet", "quorate"]["spec"]["template"]["spec"]
+    (container,), (container_before,) = pod["containers"], before["containers"]
+    selector = rendered["StatefulSet", "quorate"]["spec"]["selector"]["matchLabels"]
+    assert metadata["labels"] == {**selector, **values["podLabels"]}
+    assert metadata["annotations"] == values["podAnnotations"]
+    assert pod["volumes"] == before["volumes"] + values["extraVolumes"]
+    assert container["volumeMounts"] == container_before["volumeMounts"] + values["extraVolumeMounts"]
+    assert pod["initContainers"] == values["initContainers"]
+    assert container["envFrom"] == values["envFrom"]
+    assert pod["priorityClassName"] == values["priorityClassName"]
+    (constraint,) = values["topologySpreadConstraints"]
+    assert pod["topologySpreadConstraints"] == [{**constraint, "labelSelector": {"matchLabels": selector}}]
+    account = values["serviceAccount"]["name"]
+    assert pod["serviceAccountName"] == account
+    assert rendered.keys() == plain.keys() - {("ServiceAccount", "quorate")}
+    (subject,) = rendered["RoleBinding", "quorate"]["subjects"]
+    assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)
+    print("extended: the chart's optional values are in the pods")
+
+
 def metrics():
     """Alerts ask for metrics that there are."""
     with open(f"{HERE}/helm/quorate/files/alerts.yaml", encoding="utf-8") as file:
@@ -229,4 +257,5 @@ for case in ["base", "gateway", "production"]:
         picks(same)
         for gateway in GATEWAYS:
             for_one(gateway, same)
+extended()
 metrics()

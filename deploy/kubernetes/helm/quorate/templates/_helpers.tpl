@@ -21,3 +21,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "quorate.certificate" -}}
 {{- if .Values.certificates.secretName }}{{ .Values.certificates.secretName }}{{ else if .Values.certificates.certManager.enabled }}{{ include "quorate.name" . }}-admin{{ end }}
 {{- end }}
+
+{{- define "quorate.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "quorate.name" .) }}
+{{- end }}
