@@ -121,11 +121,12 @@ pub struct ClusterStatus {
     pub session: SessionId,
     /// Id of the cluster, 32 hex digits; `null` before the cluster is formed.
     pub cluster_id: Option<String>,
-    /// `leader`, `follower`, `candidate`, `learner`, `forming`, `removed` or `stopped`.
+    /// `leader`, `follower`, `candidate` (seeks a quorum), `learner`, `forming`, `removed` or
+    /// `stopped`.
     pub role: &'static str,
     /// Raft term.
     pub term: u64,
-    /// Leader that this replica follows; `null`: none is known.
+    /// Leader that a quorum follows, as far as this replica knows; `null`: there is none.
     pub leader: Option<ReplicaId>,
     /// Whether a quorum responds, as far as this replica knows.
     pub has_quorum: bool,
@@ -171,6 +172,18 @@ impl ClusterStatus {
         let there = voters().filter(is_there).count();
         self.has_quorum.then(|| there.saturating_sub(needed))
     }
+
+    /// Names the other members that do not answer this replica, and since when.
+    pub fn silent_members(&self) -> impl Iterator<Item = String> {
+        let others = self.members.iter().filter(|(id, _)| **id != self.id);
+        others.filter_map(|(id, member)| {
+            let seconds = member.silent_ms? / 1000;
+            Some(match member.is_refusing {
+                true => format!("replica {id} has stopped: no answer for {seconds} s"),
+                false => format!("replica {id} has not answered for {seconds} s"),
+            })
+        })
+    }
 }
 
 /// Finding of a replica without a quorum at the address of a peer.
@@ -200,6 +213,9 @@ pub struct MemberStatus {
     pub is_voter: bool,
     /// Whether the member is connected to this replica; `true` for this replica itself.
     pub is_connected: bool,
+    /// Time since this replica noticed that the member is not connected, in milliseconds; `null`:
+    /// it is.
+    pub silent_ms: Option<u64>,
     /// Whether the member's host refuses connections at its address, which means that its process
     /// is gone.
     pub is_refusing: bool,

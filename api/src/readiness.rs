@@ -88,6 +88,9 @@ pub struct Readiness {
     pub status: &'static str,
     /// Why the status is not `ready`.
     reasons: Vec<String>,
+    /// What the reasons mean for requests and changes; absent if all are served.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    consequence: Option<&'static str>,
     /// Conditions that need attention but do not prevent `ready`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
@@ -133,9 +136,24 @@ impl ReadinessCheck {
         against.append(&mut lacking);
         Readiness {
             status: name,
+            consequence: self.consequence(&status),
             reasons: against,
             warnings: self.warnings(&status),
             applied_index: status.applied_index,
+        }
+    }
+
+    /// Returns what becomes of requests and changes here, if not all are served.
+    fn consequence(&self, status: &ClusterStatus) -> Option<&'static str> {
+        let is_founded = self.view.registry().initialised;
+        match (is_founded, self.has_healthy_backend(), status.has_quorum) {
+            (false, _, _) => Some("this replica answers every request with 503"),
+            (true, false, true) => Some("requests get 503 until a backend is healthy"),
+            (true, false, false) => Some("requests get 503, and changes are refused"),
+            (true, true, false) => {
+                Some("requests go on, and changes are refused until a quorum answers")
+            }
+            (true, true, true) => None,
         }
     }
 
@@ -234,6 +252,10 @@ impl ReadinessCheck {
         }
         if let Some(why) = &status.scaling {
             warnings.push(format!("members: {why}"));
+        }
+        warnings.extend(status.silent_members());
+        if status.failures_survived() == Some(0) && status.silent_members().next().is_some() {
+            warnings.push("the failure of one more voter loses the quorum".to_owned());
         }
         for (id, member) in &status.members {
             let skew_ms = member.clock_skew_ms.unwrap_or(0);

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use tokio::time::Instant;
+
 /// A replica's view of its cluster. Log indexes start at 1; 0 means none.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
@@ -149,6 +151,8 @@ pub struct Member {
     pub is_voter: bool,
     /// Whether this replica's message stream to the member is open; true for this replica itself.
     pub is_connected: bool,
+    /// Time at which this replica noticed that the member is not connected; `None` if it is.
+    pub silent_since: Option<Instant>,
     /// Whether the member's host refuses connections at its address, because the process is gone.
     pub is_refusing: bool,
     /// Number of entries by which the member's log is behind the leader's; `None` except on the

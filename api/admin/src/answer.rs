@@ -231,7 +231,10 @@ pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Prob
         ReadLevel::Local => Ok(()),
         ReadLevel::Linearizable => match admin.cluster.read_barrier().await {
             Ok(_) => Ok(()),
-            Err(failure) => Err(unavailable(&failure.to_string())),
+            Err(failure) => Err(match failure {
+                ProposeError::Unavailable(why) => no_quorum(admin, &why),
+                failure => unavailable(&failure.to_string()),
+            }),
         },
     }
 }
@@ -339,24 +342,18 @@ pub(super) async fn commit(admin: &Admin, command: Command) -> Result<LogIndex, 
         ))
         .member("outcome", "not-committed"));
     }
-    written(admin.cluster.submit(command).await)
-}
-
-/// Returns the index at which a command took effect, or why it had no effect.
-fn written(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
-    match fate {
-        Ok(Committed { index, reply }) => match rejection(reply) {
-            None => Ok(index),
-            Some(reject) => Err(rejected(&reject).member("index", index.0)),
-        },
-        Err(failure) => Err(unsettled(failure)),
+    let fate = admin.cluster.submit(command).await;
+    let Committed { index, reply } = fate.map_err(|failure| unsettled(admin, failure))?;
+    match rejection(reply) {
+        None => Ok(index),
+        Some(reject) => Err(rejected(&reject).member("index", index.0)),
     }
 }
 
 /// Returns the problem for a write that is not known to be in the log.
-pub(super) fn unsettled(failure: ProposeError) -> Problem {
+pub(super) fn unsettled(admin: &Admin, failure: ProposeError) -> Problem {
     match failure {
-        ProposeError::Unavailable(why) => unavailable(&why).member("outcome", "not-committed"),
+        ProposeError::Unavailable(why) => no_quorum(admin, &why).member("outcome", "not-committed"),
         ProposeError::Stopping => {
             unavailable("this replica is stopping").member("outcome", "not-committed")
         }
@@ -395,6 +392,13 @@ fn unknown(why: &str) -> Problem {
     )
     .detail(why)
     .member("outcome", "unknown")
+}
+
+/// Returns the problem for a call that the cluster cannot serve now, with the silent members.
+fn no_quorum(admin: &Admin, why: &str) -> Problem {
+    let status = admin.cluster.status();
+    let why = [why.to_owned()].into_iter().chain(status.silent_members());
+    unavailable(&why.collect::<Vec<_>>().join("; "))
 }
 
 fn unavailable(why: &str) -> Problem {

@@ -13,6 +13,7 @@ use super::{Admin, AdminState};
 use api::cluster::figures::{RecentRates, ReplicaFigures, WINDOW};
 use api::error::Problem;
 use api::ports::{ClusterStatus, MemberStatus};
+use api::readiness::Readiness;
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct ReplicasResponse {
@@ -23,6 +24,8 @@ pub(super) struct ReplicasResponse {
     term: u64,
     /// Whether a quorum responds, as far as the responding replica can tell.
     has_quorum: bool,
+    /// Whether the responding replica should get traffic, as `/readyz` tells.
+    readiness: Readiness,
     /// Length of the window that rates, times and token counts cover, in seconds.
     window_s: u64,
     /// Replicas, by id.
@@ -41,6 +44,9 @@ struct ReplicaDetail {
     /// Whether the replica's host refuses connections at its address, which means that its process
     /// is gone.
     is_refusing: bool,
+    /// Time since the responding replica noticed that the replica is not connected, in
+    /// milliseconds; `null`: it is.
+    silent_ms: Option<u64>,
     /// Host and port of the replica's peer listener.
     peer: String,
     /// URL of the replica's admin listener; `null`: it announced none.
@@ -51,8 +57,8 @@ struct ReplicaDetail {
     /// Number of entries that the replica lags behind; `null` if it is not heard.
     lag: Option<u64>,
     clock_skew_ms: Option<i64>,
-    /// Last comparison of its state with that of the responding replica; `null`: none yet, or the
-    /// responding replica itself.
+    /// Last comparison of its state with that of the responding replica; `null`: none yet, not
+    /// connected, or the responding replica itself.
     digest: Option<DigestComparison>,
     /// Age of the figures, in milliseconds; `null`: there are none.
     heard_ms_ago: Option<u64>,
@@ -133,6 +139,7 @@ pub(super) async fn show(
         leader: status.leader,
         term: status.term,
         has_quorum: status.has_quorum,
+        readiness: admin.readiness.readiness(),
         window_s: WINDOW.as_secs(),
         replicas: replicas.collect(),
     }))
@@ -150,7 +157,10 @@ fn detail(
         false => admin.figures.heard(id),
     };
     let age = told.map(|(at, _)| now.saturating_duration_since(at).as_millis());
-    let compared = admin.digests.compared_with(id).filter(|_| !is_asked);
+    let compared = admin
+        .digests
+        .compared_with(id)
+        .filter(|_| !is_asked && member.is_connected);
     let label = |name: &str| member.labels.get(name).cloned();
     ReplicaDetail {
         id,
@@ -159,6 +169,7 @@ fn detail(
         is_voter: member.is_voter,
         is_connected: member.is_connected || is_asked,
         is_refusing: member.is_refusing,
+        silent_ms: member.silent_ms,
         peer: member.peer.clone(),
         admin: label("admin"),
         data: label("data"),

@@ -124,7 +124,7 @@ async fn run(
     }
     let restore = RestoreId(rand::random());
     let begin = Command::BeginRestore { restore, force };
-    committed(admin.cluster.submit(begin).await)?;
+    committed(admin, admin.cluster.submit(begin).await)?;
     tracing::info!(bytes = head.bytes, "restore started");
     let finished = match send(admin, restore, body).await {
         Ok(()) => finish(admin, restore, head).await,
@@ -153,7 +153,7 @@ async fn send(admin: &Admin, restore: RestoreId, body: &mut RestoreUpload) -> Re
                     number,
                     bytes: chunk.to_vec(),
                 };
-                committed(again(admin, part).await)?;
+                committed(admin, again(admin, part).await)?;
                 number += 1;
             }
             BackupPiece::End => return body.end().await,
@@ -169,7 +169,7 @@ async fn finish(
 ) -> Result<WrittenWith<RestoreResponse>, Problem> {
     let bytes = backup.bytes;
     let finish = Command::FinishRestore { restore, bytes };
-    let fate = committed(again(admin, finish).await);
+    let fate = committed(admin, again(admin, finish).await);
     // The restore is in the log. If it cannot be confirmed right now, the response shows what is
     // applied here.
     drop(admin.cluster.read_barrier().await);
@@ -235,8 +235,8 @@ fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
 }
 
 /// Returns the index at which a command of a restore took effect, or why it had no effect.
-fn committed(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
-    let Committed { index, reply } = fate.map_err(unsettled)?;
+fn committed(admin: &Admin, fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
+    let Committed { index, reply } = fate.map_err(|failure| unsettled(admin, failure))?;
     let mut reply = reply;
     while let Reply::Repeated(first) = reply {
         reply = *first;

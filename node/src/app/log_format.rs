@@ -60,6 +60,7 @@ mod tests {
             labels: format.map(label).into_iter().collect(),
             is_voter: true,
             is_connected: true,
+            silent_since: None,
             is_refusing: false,
             lag: None,
         };

@@ -368,17 +368,25 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
             labels: member.labels.clone(),
             is_voter: member.is_voter,
             is_connected: member.is_connected,
+            silent_ms: member
+                .silent_since
+                .map(|since| u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)),
             is_refusing: member.is_refusing,
             lag: member.lag,
             clock_skew_ms: None,
         };
         (ReplicaId(*id), status)
     };
+    // Only a leader that a quorum answers leads: without one, nobody commits anything.
+    let role = match status.role {
+        Role::Leader if !status.has_quorum => Role::Candidate,
+        role => role,
+    };
     ClusterStatus {
         id: ReplicaId(status.id),
         session,
         cluster_id: status.cluster_id.map(|id| format!("{id:032x}")),
-        role: match status.role {
+        role: match role {
             Role::Leader => "leader",
             Role::Follower => "follower",
             Role::Candidate => "candidate",
@@ -388,7 +396,7 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
             Role::Stopped => "stopped",
         },
         term: status.term,
-        leader: status.leader.map(ReplicaId),
+        leader: status.leader.filter(|_| status.has_quorum).map(ReplicaId),
         has_quorum: status.has_quorum,
         committed_index: status.committed,
         applied_index: status.applied,

@@ -34,17 +34,22 @@ pub(super) fn members(cluster: &Value) -> FittedTable {
     ]);
     let empty = serde_json::Map::new();
     for (id, member) in cluster["members"].as_object().unwrap_or(&empty) {
-        let role = if cell(&cluster["leader"]) == *id {
-            "leader"
-        } else {
-            "-"
+        let role = match member["is_voter"].as_bool() {
+            _ if cell(&cluster["leader"]) == *id => "leader",
+            Some(true) => "follower",
+            Some(false) => "learner",
+            None => "-",
+        };
+        let connected = match member["silent_ms"].as_u64() {
+            Some(ms) => format!("no, for {} s", ms / 1000),
+            None => cell(&member["is_connected"]),
         };
         let labels = &member["labels"];
         table.add_row([
             id.clone(),
             role.to_owned(),
             cell(&member["is_voter"]),
-            cell(&member["is_connected"]),
+            connected,
             cell(&member["lag"]),
             cell(&member["clock_skew_ms"]),
             cell(&member["peer"]),

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use api::base::printable::escaped;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
@@ -67,12 +68,13 @@ async fn status(args: &ReadArgs, is_verified: bool) -> anyhow::Result<(String, E
             cell(&cluster["version"]),
         ),
         format!(
-            "state    {}{}",
+            "state    {}{}{}",
             cell(&readiness["status"]),
+            consequence(&readiness),
             reasons.concat()
         ),
         format!("cluster  {}", cell(&cluster["cluster_id"])),
-        format!("leader   {}", cell(&cluster["leader"])),
+        format!("leader   {}", leader(&cluster["leader"])),
         format!("quorum   {}", quorum(&cluster)),
         format!(
             "index    committed {}, applied {}, snapshot {}",
@@ -104,6 +106,19 @@ fn exit_code(readiness: &Value, verified: Option<&VerifiedState>) -> ExitCode {
     match readiness["status"].as_str() {
         Some("ready" | "degraded") if is_alike => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
+    }
+}
+
+/// Describes what becomes of requests and changes, if not all are served.
+fn consequence(readiness: &Value) -> String {
+    let told = readiness["consequence"].as_str();
+    told.map_or_else(String::new, |told| format!(": {}", escaped(told)))
+}
+
+fn leader(leader: &Value) -> String {
+    match leader {
+        Value::Null => "none".to_owned(),
+        leader => cell(leader),
     }
 }
 

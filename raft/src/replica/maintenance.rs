@@ -288,6 +288,7 @@ impl ReplicaInner {
 
     fn members(&self, metrics: &Metrics) -> BTreeMap<u8, Member> {
         let connected = self.connected.borrow();
+        let known = &self.status.borrow().members;
         let membership = metrics.membership_config.membership();
         let voters: BTreeSet<u64> = membership.voter_ids().collect();
         let member = |(id, node): (&u64, &types::Node)| {
@@ -296,11 +297,16 @@ impl ReplicaInner {
             let lag = matched.map(|matched| {
                 last_log_index(metrics).saturating_sub(public_index(matched.as_ref()))
             });
+            let is_connected = is_us || connected.contains(id);
+            let silent_since = u8::try_from(*id)
+                .ok()
+                .and_then(|id| known.get(&id)?.silent_since);
             let member = Member {
                 address: node.address.clone(),
                 labels: node.labels.clone(),
                 is_voter: voters.contains(id),
-                is_connected: is_us || connected.contains(id),
+                is_connected,
+                silent_since: (!is_connected).then(|| silent_since.unwrap_or_else(Instant::now)),
                 is_refusing: self.links.peer(*id).is_some_and(|peer| peer.is_refusing()),
                 lag: if is_us {
                     metrics.replication.is_some().then_some(0)

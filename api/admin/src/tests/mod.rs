@@ -162,6 +162,7 @@ fn status() -> ClusterStatus {
         labels: BTreeMap::new(),
         is_voter: true,
         is_connected: true,
+        silent_ms: None,
         is_refusing: false,
         lag,
         clock_skew_ms: lag.map(|_| -500),

@@ -25,9 +25,71 @@ async fn a_replica_without_reasons_against_it_is_ready() {
 #[tokio::test]
 async fn a_replica_without_a_quorum_is_ready_and_degraded() {
     let bench = Bench::with_backends();
-    bench.cluster.status.lock().unwrap().has_quorum = false;
-    let degraded = json!({"status": "degraded", "reasons": ["no quorum"]});
+    {
+        let mut status = bench.cluster.status.lock().unwrap();
+        status.has_quorum = false;
+        status.members.get_mut(&ReplicaId(2)).unwrap().silent_ms = Some(24_900);
+    }
+    let degraded = json!({
+        "status": "degraded",
+        "reasons": ["no quorum"],
+        "consequence": "requests go on, and changes are refused until a quorum answers",
+        "warnings": ["replica 2 has not answered for 24 s"],
+    });
     assert_eq!(readiness(&bench).await, (200, degraded));
+    // The refusal of a change and the page of the console say the same.
+    *bench.cluster.fate.lock().unwrap() = Fate::Unavailable;
+    let refused = bench.call("PUT", "/admin/v1/users/ada", "{}").await;
+    assert_eq!(
+        refused.json()["detail"],
+        "no leader; replica 2 has not answered for 24 s"
+    );
+    let shown = bench.get("/admin/v1/replicas").await;
+    assert_eq!(shown["readiness"]["reasons"], json!(["no quorum"]));
+}
+
+#[tokio::test]
+async fn a_silent_member_is_a_warning_with_what_another_failure_means() {
+    let bench = Bench::with_backends();
+    {
+        let mut status = bench.cluster.status.lock().unwrap();
+        let member = status.members[&ReplicaId(2)].clone();
+        let silent = MemberStatus {
+            is_connected: false,
+            is_refusing: true,
+            silent_ms: Some(3_000),
+            ..member
+        };
+        status.members.insert(ReplicaId(3), silent);
+    }
+    let warnings = [
+        "replica 3 has stopped: no answer for 3 s",
+        "the failure of one more voter loses the quorum",
+    ];
+    let ready = json!({"status": "ready", "reasons": [], "warnings": warnings});
+    assert_eq!(readiness(&bench).await, (200, ready));
+}
+
+#[tokio::test]
+async fn a_replica_outside_a_cluster_says_that_it_answers_every_request_with_503() {
+    let bench = Bench::new();
+    let unfounded = RouterState::new();
+    let readiness = ReadinessCheck {
+        cluster: Arc::clone(&bench.admin.cluster),
+        view: unfounded.view(),
+        backends: Arc::clone(&bench.admin.backends),
+        digests: Arc::clone(&bench.admin.digests),
+        outbox: Arc::clone(&bench.admin.outbox),
+        lifecycle: Lifecycle::default(),
+        keys: KeyRules::default(),
+        is_insecure: false,
+    };
+    let shown = serde_json::to_value(readiness.readiness()).unwrap();
+    assert_eq!(shown["status"], "not-ready");
+    assert_eq!(
+        shown["consequence"],
+        "this replica answers every request with 503"
+    );
 }
 
 #[tokio::test]
@@ -52,7 +114,11 @@ async fn panic_mode_keeps_a_replica_ready_with_a_warning() {
     for (_, stay) in roster.watchers() {
         stay.failed(Fault::Unwell, "no response within 2s".to_owned());
     }
-    let not_ready = json!({"status": "not-ready", "reasons": ["no healthy backend"]});
+    let not_ready = json!({
+        "status": "not-ready",
+        "reasons": ["no healthy backend"],
+        "consequence": "requests get 503 until a backend is healthy",
+    });
     assert_eq!(readiness(&bench).await, (503, not_ready));
     let handle = registry.backends[0].handle;
     bench
@@ -102,7 +168,11 @@ async fn every_reason_against_readiness_is_named() {
         "no healthy backend",
         "not caught up with the cluster",
     ];
-    let not_ready = json!({"status": "not-ready", "reasons": reasons});
+    let not_ready = json!({
+        "status": "not-ready",
+        "reasons": reasons,
+        "consequence": "requests get 503 until a backend is healthy",
+    });
     assert_eq!(readiness(&bench).await, (503, not_ready));
 }
 
@@ -118,7 +188,11 @@ async fn a_restart_without_a_quorum_serves_the_restored_state() {
         "no quorum",
         "not known to be caught up: serving the state it was stopped with",
     ];
-    let degraded = json!({"status": "degraded", "reasons": reasons});
+    let degraded = json!({
+        "status": "degraded",
+        "reasons": reasons,
+        "consequence": "requests go on, and changes are refused until a quorum answers",
+    });
     assert_eq!(readiness(&bench).await, (200, degraded));
     // A replica that hears a quorum soon learns how far behind it is; others should serve until
     // then.
