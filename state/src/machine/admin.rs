@@ -38,9 +38,15 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         spec.validate()?;
         let name = spec.id.clone();
+        let before = self.backends.named(&name);
+        let is_same = before.is_some_and(|it| it.spec == spec);
         let slot = self.set_backend(spec)?;
-        self.take_over(slot, &name);
-        self.note(origin, AuditAction::PutBackend, name);
+        let was_discovered = self.take_over(slot, &name);
+        self.is_cold_changed = true;
+        // Several replicas may register a backend of their config at the same time.
+        if !is_same || was_discovered {
+            self.note(origin, AuditAction::PutBackend, name);
+        }
         Ok(())
     }
 
@@ -137,17 +143,11 @@ impl RouterState {
 
     /// Closes everything that the session of a replica has open. Ignores a session that is no
     /// longer current, because its leases are already closed.
-    pub(super) fn expire_session(
-        &mut self,
-        origin: &Origin,
-        replica: ReplicaId,
-        session: SessionId,
-    ) -> Result<(), Rejection> {
+    pub(super) fn expire_session(&mut self, replica: ReplicaId, session: SessionId) {
         if self.sessions.is_current(replica, session) {
             self.close_replica(replica);
-            self.note(origin, AuditAction::ExpireSession, replica.to_string());
+            self.is_cold_changed = true;
         }
-        Ok(())
     }
 
     pub(super) fn note(&mut self, origin: &Origin, action: AuditAction, subject: String) {

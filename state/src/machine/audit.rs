@@ -26,7 +26,8 @@ pub struct AuditEntry {
     pub subject: String,
 }
 
-/// Kind of an admin write.
+/// Kind of an admin write. What replicas do by themselves is not among them, so that it does not
+/// displace what operators did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AuditAction {
@@ -42,14 +43,10 @@ pub enum AuditAction {
     Undrain,
     /// The routing policy was replaced.
     PutPolicy,
-    /// A replica's session was ended.
-    ExpireSession,
     /// The routing settings other than the policy were replaced.
     PutRouting,
     /// The admission settings were replaced.
     PutAdmission,
-    /// The readers of KV events were reassigned.
-    AssignReaders,
     /// The state was replaced by a backup.
     Restore,
     /// A user's usage of limits and budgets was reset.

@@ -80,10 +80,13 @@ impl RouterState {
     }
 
     /// Hands the backend in `slot` over to the operator. Ends the draining that its loss caused.
-    pub(super) fn take_over(&mut self, slot: Slot, name: &str) {
+    /// Returns whether a source had registered it.
+    pub(super) fn take_over(&mut self, slot: Slot, name: &str) -> bool {
         let known = self.discovered.forget(slot);
+        let was_discovered = known.is_some();
         if let Some(lost) = known.and_then(|known| known.lost) {
             self.backends.set_draining(name, lost.drains_anyway);
         }
+        was_discovered
     }
 }

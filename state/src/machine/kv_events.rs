@@ -1,18 +1,13 @@
 //! Application of KV events, and of the assignment of their readers.
 
-use super::{AuditAction, RouterState};
+use super::RouterState;
 use crate::backends::SlotChange;
-use crate::command::Origin;
 use crate::kv_events::{KvBatch, KvUncertainty};
 use crate::reader_assignment::Assignment;
 use crate::reject::Rejection;
 
 impl RouterState {
-    pub(super) fn assign_readers(
-        &mut self,
-        origin: &Origin,
-        readers: &[Assignment],
-    ) -> Result<(), Rejection> {
+    pub(super) fn assign_readers(&mut self, readers: &[Assignment]) -> Result<(), Rejection> {
         let backends = &self.backends;
         let changed = self.readers.replace(readers, |it| backends.is_live(it))?;
         let slots = changed
@@ -27,7 +22,7 @@ impl RouterState {
                 self.follow(&[SlotChange::Begun(slot)]);
             }
         }
-        self.note(origin, AuditAction::AssignReaders, String::new());
+        self.is_cold_changed = true;
         Ok(())
     }
 

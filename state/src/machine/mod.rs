@@ -302,7 +302,8 @@ impl RouterState {
             } => self.set_draining(origin, name, (draining, moves_streams)),
             Command::PutPolicy(policy) => self.put_policy(origin, policy),
             Command::ExpireSession { replica, session } => {
-                self.expire_session(origin, replica, session)
+                self.expire_session(replica, session);
+                Ok(())
             }
             Command::PutRouting(settings) => self.put_routing(origin, settings),
             Command::PutAdmission(settings) => self.put_admission(origin, settings),
@@ -320,7 +321,7 @@ impl RouterState {
             } => self.rotate_key(origin, id, (secret, grace_ms)),
             Command::PutUserDefaults(defaults) => self.put_user_defaults(origin, *defaults),
             Command::Discover(discovery) => self.discover(*discovery),
-            Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
+            Command::AssignReaders(readers) => self.assign_readers(&readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
             Command::RestorePart {
                 restore,
