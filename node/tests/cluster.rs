@@ -198,6 +198,7 @@ impl Replica {
             data,
             admin,
             peer,
+            metrics: at.metrics,
             picker: at.picker,
             advertise: config.listen.advertise.clone(),
         };
@@ -225,6 +226,7 @@ fn cluster_with(
         data: any,
         admin: any,
         peer: any,
+        metrics: None,
         picker: Some(any),
         advertise: None,
     };

@@ -32,7 +32,7 @@ use super::whoami::Caller;
 use api::base::clock::Clock;
 use api::base::log_rate_limit::LogRateLimit;
 use api::error::Problem;
-use api::proxy::client_of;
+use api::net::connections::client_of;
 
 /// Maximum number of log lines about refused calls within [`REFUSALS_TOLD_EVERY`].
 const REFUSALS_TOLD: u32 = 10;

@@ -76,7 +76,7 @@ use tokio::sync::{Mutex, Semaphore};
 
 pub use certified::{CertifiedOperators, role_name};
 pub use explain::explain_offline;
-pub use listener::serve;
+pub use listener::{serve, serve_probes};
 pub use log_level::LogLevelControl;
 pub use reload::{ReloadError, ReloadReport, ReloadRequests, ReloadResult, ReloadedKey};
 pub use roles::{AdminRole, AdminRoleError};
@@ -187,6 +187,22 @@ struct AdminState {
     epoch: EventEpoch,
 }
 
+impl AdminState {
+    fn new(admin: Arc<Admin>, calls: Arc<CallLog>) -> Self {
+        Self {
+            admin,
+            streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+            backups: Arc::new(Semaphore::new(1)),
+            recordings: Arc::new(Semaphore::new(recordings::FETCHES_MAX)),
+            what_ifs: Arc::new(Semaphore::new(1)),
+            calls,
+            writes: Arc::default(),
+            document: API.text.clone(),
+            epoch: EventEpoch::draw(),
+        }
+    }
+}
+
 impl std::ops::Deref for AdminState {
     type Target = Admin;
 
@@ -212,19 +228,26 @@ pub fn router(admin: Arc<Admin>) -> Router {
     let names = AllowedHosts::new(&admin.hosts);
     let calls = Arc::<CallLog>::default();
     let gate = Gate::new(&admin, &calls);
-    let shared = AdminState {
-        admin,
-        streams: Arc::new(Semaphore::new(STREAMS_MAX)),
-        backups: Arc::new(Semaphore::new(1)),
-        recordings: Arc::new(Semaphore::new(recordings::FETCHES_MAX)),
-        what_ifs: Arc::new(Semaphore::new(1)),
-        calls,
-        writes: Arc::default(),
-        document: API.text.clone(),
-        epoch: EventEpoch::draw(),
-    };
+    routes(|_| true)
+        .layer(middleware::from_fn(known_keys))
+        .layer(middleware::from_fn_with_state(gate, guard))
+        // The outermost layer, so that a request forged by another site does not count as an
+        // attempt to guess a token.
+        .layer(middleware::from_fn_with_state(names, own_site))
+        .with_state(AdminState::new(admin, calls))
+}
+
+/// Builds the part of the admin API that scrapers and orchestrators call, to be served without
+/// authentication: `/livez`, `/readyz` and `/metrics`.
+pub fn probe_router(admin: Arc<Admin>) -> Router {
+    routes(|path| matches!(path, "/livez" | "/readyz" | "/metrics"))
+        .with_state(AdminState::new(admin, Arc::default()))
+}
+
+/// Returns the routes whose paths satisfy `is_served`.
+fn routes(is_served: impl Fn(&str) -> bool) -> Router<AdminState> {
     let mut router = Router::new();
-    for route in ROUTES {
+    for route in ROUTES.iter().filter(|route| is_served(route.path)) {
         for call in route.calls {
             let method = MethodFilter::try_from(call.method.clone());
             let method = method.expect("the table has methods of HTTP only");
@@ -234,12 +257,6 @@ pub fn router(admin: Arc<Admin>) -> Router {
     router
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn(known_keys))
-        .layer(middleware::from_fn_with_state(gate, guard))
-        // The outermost layer, so that a request forged by another site does not count as an
-        // attempt to guess a token.
-        .layer(middleware::from_fn_with_state(names, own_site))
-        .with_state(shared)
 }
 
 async fn unknown_path(request: Request) -> Problem {

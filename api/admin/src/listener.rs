@@ -10,9 +10,10 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::Router;
-use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use futures_util::{FutureExt as _, TryFutureExt as _};
 use http::{Request, StatusCode};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -29,16 +30,16 @@ use super::gate::CallerAddress;
 use super::{Admin, STREAMS_MAX, router};
 use api::engines::backends::pool::prepare;
 use api::error::Problem;
-use api::net::bounded_listener::{BoundedConnection, BoundedListener};
+use api::net::bounded_listener::{BoundedConnection, BoundedListener, ConnectionPlace};
 use api::net::tls;
 use api::net::tls::{
     CertificateFacts, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig,
     TlsAcceptError,
 };
 
-/// Maximum number of open connections, including event streams. Others wait in the listener's
-/// backlog.
-const CONNECTIONS_MAX: usize = STREAMS_MAX + 32;
+/// Maximum number of open connections, including event streams. One address gets three quarters of
+/// them.
+const CONNECTIONS_MAX: usize = 2 * STREAMS_MAX;
 /// Timeout from the start of a connection, or the end of a response, to the next complete head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum length of a head, in bytes.
@@ -78,15 +79,50 @@ async fn serve_until(
     stop: CancellationToken,
 ) {
     let handshakes_failed = Counter::default();
-    admin.metrics.register(|registry| {
+    let metrics = Arc::clone(&admin.metrics);
+    let router = router(admin);
+    metrics.register(|registry| {
         registry.register(
             "quorate_admin_tls_handshakes_failed",
             "Connections to the admin listener that ended before TLS was established",
             handshakes_failed.clone(),
         );
     });
-    let router = router(admin);
     let listener = BoundedListener::new(listener, CONNECTIONS_MAX, "operators");
+    let connection = || AdminConnection {
+        router: router.clone(),
+        tls: tls.as_ref().map(|tls| tls.current()),
+        handshakes_failed: handshakes_failed.clone(),
+        stop: stop.clone(),
+    };
+    accept(listener, connection, &stop).await;
+}
+
+/// Serves `probes` as plain HTTP until `stop`, then until all requests in progress are answered.
+#[must_use]
+pub fn serve_probes(
+    listener: TcpListener,
+    probes: Router,
+    stop: CancellationToken,
+) -> BoxFuture<'static, ()> {
+    let serving = async move {
+        let listener = BoundedListener::new(listener, CONNECTIONS_MAX, "scrapers");
+        let connection = || AdminConnection {
+            router: probes.clone(),
+            tls: None,
+            handshakes_failed: Counter::default(),
+            stop: stop.clone(),
+        };
+        accept(listener, connection, &stop).await;
+    };
+    serving.boxed()
+}
+
+async fn accept(
+    listener: BoundedListener,
+    connection: impl Fn() -> AdminConnection,
+    stop: &CancellationToken,
+) {
     let open = TaskTracker::new();
     loop {
         let BoundedConnection {
@@ -98,16 +134,7 @@ async fn serve_until(
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
-        let connection = AdminConnection {
-            router: router.clone(),
-            tls: tls.as_ref().map(|tls| tls.current()),
-            handshakes_failed: handshakes_failed.clone(),
-            stop: stop.clone(),
-        };
-        open.spawn(async move {
-            connection.serve(stream, peer).await;
-            drop(place);
-        });
+        open.spawn(connection().serve(stream, peer, Arc::new(place)));
     }
     drop(listener);
     open.close();
@@ -124,8 +151,13 @@ struct AdminConnection {
 }
 
 impl AdminConnection {
-    async fn serve(self, stream: TcpStream, peer: SocketAddr) {
-        let stream = match self.secure(stream).await {
+    async fn serve(self, stream: TcpStream, peer: SocketAddr, place: Arc<ConnectionPlace>) {
+        let secured = tokio::select! {
+            biased;
+            secured = self.secure(stream) => secured,
+            () = place.told_to_leave() => return,
+        };
+        let stream = match secured {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::debug!(%peer, %error, "connection ended before it was served");
@@ -135,8 +167,21 @@ impl AdminConnection {
         let shown = stream.peer_certificates().first();
         let certificate = shown.and_then(CertificateFacts::of_der);
         let certificate = certificate.map(|facts| CallerCertificate(Arc::new(facts)));
-        let service = self.router.map_request(move |request: Request<Incoming>| {
-            named(request, CallerAddress(peer), certificate.clone())
+        let router = self.router;
+        let seat = Arc::clone(&place);
+        let service = tower::service_fn(move |request: Request<Incoming>| {
+            let busy = seat.busy();
+            let request = named(request, CallerAddress(peer), certificate.clone());
+            let answered = router.clone().oneshot(request);
+            // The connection is busy until the response has ended, which may be a stream.
+            answered.map_ok(|response| {
+                response.map(|body| {
+                    body.map_frame(move |frame| {
+                        let _ = &busy;
+                        frame
+                    })
+                })
+            })
         });
         let service = TowerToHyperService::new(service);
         let connection = builder().serve_connection(TokioIo::new(stream), service);
@@ -148,6 +193,7 @@ impl AdminConnection {
                 connection.as_mut().graceful_shutdown();
                 connection.await
             }
+            () = place.told_to_leave() => return,
         };
         if let Err(error) = ended {
             tracing::debug!(%peer, %error, "connection ended");

@@ -1,12 +1,11 @@
-//! Counts connections and requests per client address and user, and selects the longest idle
-//! connections to close when room is needed.
+//! Counts connections and requests per client address, and selects the longest idle connections to
+//! close when room is needed.
 //!
-//! The connection table is locked when a connection opens or closes, but never by a request. A
-//! request counts in its own connection and in the counts of its address. Users are counted in
-//! shards by a keyed hash of their name. Both tables are only as large as what is open.
+//! The table is locked when a connection opens or closes, but never by a request. A request counts
+//! in its own connection and in the counts of its address. The table is only as large as what is
+//! open.
 
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasher, RandomState};
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,13 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Number of shards of the user counts.
-const SHARDS: usize = 64;
 /// Length of the IPv6 prefix that identifies one client: a site gets a network of this size.
 const V6_CLIENT_BITS: u32 = 64;
 
 /// Connections of all clients, and the limits of connections and requests per address.
-pub(in crate::proxy) struct ClientTable {
+pub(crate) struct ClientTable {
     connections: Mutex<ConnectionTable>,
     epoch: Instant,
     connections_per_address_max: AtomicUsize,
@@ -45,7 +42,7 @@ struct AddressCounts {
 }
 
 /// A client connection.
-pub(in crate::proxy) struct ClientConnection {
+pub(crate) struct ClientConnection {
     /// Counts of the client's address; `None` if it has no limit.
     address_counts: Option<Arc<AddressCounts>>,
     /// Number of requests whose response has not ended.
@@ -58,24 +55,21 @@ pub(in crate::proxy) struct ClientConnection {
 }
 
 /// Guard of a connection in the table. Dropping it removes the connection.
-pub(in crate::proxy) struct ConnectionGuard {
+pub(crate) struct ConnectionGuard {
     clients: Arc<ClientTable>,
     address: IpAddr,
     id: u64,
-    pub(in crate::proxy) connection: Arc<ClientConnection>,
+    pub(crate) connection: Arc<ClientConnection>,
 }
 
 /// Guard of a request on a connection, from its head to the end of its response.
-pub(in crate::proxy) struct ConnectionRequestGuard {
+pub(crate) struct ConnectionRequestGuard {
     clients: Arc<ClientTable>,
     connection: Arc<ClientConnection>,
 }
 
 impl ClientTable {
-    pub(in crate::proxy) fn new(
-        connections_per_address_max: usize,
-        requests_per_address_max: usize,
-    ) -> Self {
+    pub(crate) fn new(connections_per_address_max: usize, requests_per_address_max: usize) -> Self {
         Self {
             connections: Mutex::default(),
             epoch: Instant::now(),
@@ -85,7 +79,7 @@ impl ClientTable {
     }
 
     /// Replaces the limits for later connections and requests.
-    pub(in crate::proxy) fn limit(
+    pub(crate) fn limit(
         &self,
         connections_per_address_max: usize,
         requests_per_address_max: usize,
@@ -98,7 +92,7 @@ impl ClientTable {
 
     /// Registers a connection from `address`; `None` if the address has reached the limit. A
     /// connection that `is_exempt` serves many clients and has no limits.
-    pub(in crate::proxy) fn register(
+    pub(crate) fn register(
         self: &Arc<Self>,
         address: IpAddr,
         is_exempt: bool,
@@ -135,7 +129,7 @@ impl ClientTable {
     /// number. While an address with idle connections has more than an equal share of all
     /// connections, only connections of such addresses are closed. An address with hundreds of
     /// connections thus cannot displace one with a few.
-    pub(in crate::proxy) fn close_idle(&self, count: usize) -> usize {
+    pub(crate) fn close_idle(&self, count: usize) -> usize {
         let connections = self.connections();
         let equal_share = connections.equal_share();
         let idle = connections
@@ -156,6 +150,11 @@ impl ClientTable {
             connection.leave.notify_one();
         }
         count
+    }
+
+    /// Returns the number of open connections.
+    pub(crate) fn len(&self) -> usize {
+        self.connections().by_id.len()
     }
 
     fn now_ms(&self) -> u64 {
@@ -195,7 +194,7 @@ impl ClientConnection {
     }
 
     /// Whether no request is in flight.
-    pub(in crate::proxy) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.open.load(Relaxed) == 0
     }
 
@@ -204,14 +203,14 @@ impl ClientConnection {
     }
 
     /// Waits until the connection is asked to close.
-    pub(in crate::proxy) async fn told_to_leave(&self) {
+    pub(crate) async fn told_to_leave(&self) {
         self.leave.notified().await;
     }
 }
 
 impl ConnectionGuard {
     /// Begins a request on the connection. Also returns whether the address is within its limit.
-    pub(in crate::proxy) fn begin_request(&self) -> (ConnectionRequestGuard, bool) {
+    pub(crate) fn begin_request(&self) -> (ConnectionRequestGuard, bool) {
         ConnectionRequestGuard::begin(&self.clients, &self.connection)
     }
 }
@@ -265,68 +264,6 @@ pub fn client_of(address: IpAddr) -> IpAddr {
         IpAddr::V6(address) => {
             let network = u128::from(address) & (u128::MAX << (128 - V6_CLIENT_BITS));
             IpAddr::V6(Ipv6Addr::from(network))
-        }
-    }
-}
-
-/// Number of requests in flight per user.
-pub(in crate::proxy) struct UserRequests {
-    shards: Box<[Mutex<HashMap<u64, usize>>]>,
-    hasher: RandomState,
-    requests_max: AtomicUsize,
-}
-
-/// Guard of a user's request. The request counts until the guard is dropped.
-pub(in crate::proxy) struct UserRequestGuard {
-    users: Arc<UserRequests>,
-    user: u64,
-}
-
-impl UserRequests {
-    pub(in crate::proxy) fn new(requests_max: usize) -> Self {
-        Self {
-            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
-            hasher: RandomState::new(),
-            requests_max: requests_max.into(),
-        }
-    }
-
-    /// Replaces the limit for later requests.
-    pub(in crate::proxy) fn limit(&self, requests_max: usize) {
-        self.requests_max.store(requests_max, Relaxed);
-    }
-
-    /// Counts a request of `user`; `None` if the user has reached the limit.
-    pub(in crate::proxy) fn count(self: &Arc<Self>, user: &str) -> Option<UserRequestGuard> {
-        let user = self.hasher.hash_one(user);
-        let mut shard = self.shard(user);
-        let requests = shard.entry(user).or_insert(0);
-        if *requests >= self.requests_max.load(Relaxed) {
-            return None;
-        }
-        *requests += 1;
-        let users = Arc::clone(self);
-        Some(UserRequestGuard { users, user })
-    }
-
-    fn shard(&self, user: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
-        let shards = self.shards.len() as u64;
-        let at = usize::try_from(user % shards).expect("less than the number of shards");
-        // Every change leaves the counts consistent.
-        self.shards[at]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for UserRequestGuard {
-    fn drop(&mut self) {
-        let mut shard = self.users.shard(self.user);
-        if let Some(requests) = shard.get_mut(&self.user) {
-            *requests -= 1;
-            if *requests == 0 {
-                shard.remove(&self.user);
-            }
         }
     }
 }
@@ -409,16 +346,5 @@ mod tests {
         assert!(!told(&first) && !told(&balancer));
         drop(crowd);
         assert_eq!(clients.close_idle(4), 2, "then by time alone");
-    }
-
-    #[test]
-    fn requests_per_user_are_bounded_and_released() {
-        let users = Arc::new(UserRequests::new(2));
-        let both = [users.count("ada").unwrap(), users.count("ada").unwrap()];
-        assert!(users.count("ada").is_none());
-        assert!(users.count("bob").is_some());
-        drop(both);
-        assert!(users.count("ada").is_some());
-        assert!(users.shards.iter().all(|it| it.lock().unwrap().is_empty()));
     }
 }

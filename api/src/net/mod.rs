@@ -1,5 +1,6 @@
 //! Listeners, address prefixes and TLS.
 
 pub mod bounded_listener;
+pub mod connections;
 pub(super) mod ip_prefix;
 pub mod tls;

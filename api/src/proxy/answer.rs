@@ -20,7 +20,6 @@ use super::forward::log_order::catch_up;
 use super::forward::request_context::{ArrivedRequest, ProxiedRequest, begin_trace, trace_id};
 use super::forward::stored::{RequestContext, forward_stored};
 use super::forward::{ForwardResult, forward};
-use super::limits::clients::ConnectionRequestGuard;
 use super::listen::answer_body::{AnswerBody, AnswerBodyKind};
 use super::listen::write_timeout::hand_over;
 use super::record::metrics::{RequestMetricsGuard, RequestOutcome};
@@ -34,6 +33,7 @@ use super::response::ratelimit;
 use super::response::response_body::{SharedResponseBody, lock};
 use super::settings::keys::Holder;
 use crate::error::{ProxyError, rescue};
+use crate::net::connections::ConnectionRequestGuard;
 use crate::traces::RequestTrace;
 
 /// Result of receiving a request.

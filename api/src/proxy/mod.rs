@@ -40,7 +40,6 @@ use state::StateView;
 use tokio_util::task::TaskTracker;
 
 pub use crate::net::ip_prefix::{IpPrefix, IpPrefixError};
-pub use limits::clients::client_of;
 pub use listen::server::{DrainResult, Server};
 pub use record::access::ACCESS_TARGET;
 pub use record::archive::{ArchiveSize, LostRecords};
@@ -66,16 +65,17 @@ pub use settings::{
     UsageRequest,
 };
 
-use self::limits::clients::{ClientTable, UserRequests};
 use self::limits::poison_requests::PoisonRequests;
 use self::limits::request_ids::RequestIds;
 use self::limits::retry_budget::RetryBudget;
+use self::limits::users::UserRequests;
 use self::listen::readiness_gate::ReadinessGate;
 use self::record::access::AccessLog;
 use self::request::request_body::HeldBodyBytes;
 use crate::admission::Admission;
 use crate::engines::backends::Backends;
 use crate::engines::backends::pool::Pool;
+use crate::net::connections::ClientTable;
 use crate::readiness::ReadinessCheck;
 use crate::routing::Router;
 

@@ -164,7 +164,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let shown = (metrics, discovery);
     let admin = admin(&core, reading, shown, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board), tls.engines.clone());
-    serve_operators(&core, sockets.admin, admin, &tls);
+    serve_operators(&core, (sockets.admin, sockets.metrics), admin, &tls);
     follow_files(&core, &config, &tls);
     tell_of_listeners(config.id, addresses);
     Ok(RunningReplica {
@@ -190,10 +190,14 @@ fn tell_of_listeners(id: ReplicaId, addresses: Addresses) {
 
 fn serve_operators(
     core: &ReplicaCore,
-    listener: TcpListener,
+    (listener, metrics): (TcpListener, Option<TcpListener>),
     admin: Arc<Admin>,
     tls: &ReplicaCertificates,
 ) {
+    if let Some(metrics) = metrics {
+        let probes = admin::probe_router(Arc::clone(&admin));
+        core.spawn_task(admin::serve_probes(metrics, probes, core.stopping()));
+    }
     let stopping = core.stopping();
     core.spawn_task(admin::serve(listener, admin, tls.admin.clone(), stopping));
 }

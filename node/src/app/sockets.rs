@@ -21,6 +21,8 @@ pub struct BoundSockets {
     pub admin: TcpListener,
     /// Listener for other replicas.
     pub peer: TcpListener,
+    /// Listener for scrapers and probes; `None` if not configured.
+    pub metrics: Option<TcpListener>,
     /// Listener for gateways that request endpoints; `None` if not configured.
     pub picker: Option<TcpListener>,
 }
@@ -34,6 +36,8 @@ pub struct Addresses {
     pub admin: SocketAddr,
     /// Address for other replicas.
     pub peer: SocketAddr,
+    /// Address for scrapers and probes; `None` if not configured.
+    pub metrics: Option<SocketAddr>,
     /// Address for gateways that request endpoints; `None` if not configured.
     pub picker: Option<SocketAddr>,
 }
@@ -48,6 +52,7 @@ impl BoundSockets {
             data: bind("listen.data", listen.data)?,
             admin: bind("listen.admin", listen.admin)?,
             peer: bind("listen.peer", listen.peer)?,
+            metrics: (listen.metrics.map(|at| bind("listen.metrics", at))).transpose()?,
             picker: (listen.picker.map(|at| bind("listen.picker", at))).transpose()?,
         })
     }
@@ -61,12 +66,14 @@ impl BoundSockets {
             data: self.data.local_addr()?,
             admin: self.admin.local_addr()?,
             peer: self.peer.local_addr()?,
-            picker: match &self.picker {
-                None => None,
-                Some(picker) => Some(picker.local_addr()?),
-            },
+            metrics: address_of(self.metrics.as_ref())?,
+            picker: address_of(self.picker.as_ref())?,
         })
     }
+}
+
+fn address_of(listener: Option<&TcpListener>) -> std::io::Result<Option<SocketAddr>> {
+    listener.map(TcpListener::local_addr).transpose()
 }
 
 fn bind(setting: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {

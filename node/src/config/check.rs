@@ -92,8 +92,10 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
         ("listen.admin", listen.admin),
         ("listen.peer", listen.peer),
     ];
+    let metrics = listen.metrics.map(|metrics| ("listen.metrics", metrics));
     let picker = listen.picker.map(|picker| ("listen.picker", picker));
-    let listeners: Vec<_> = listeners.into_iter().chain(picker).collect();
+    let optional = metrics.into_iter().chain(picker);
+    let listeners: Vec<_> = listeners.into_iter().chain(optional).collect();
     for (nth, &(path, mine)) in listeners.iter().enumerate() {
         for (other_path, other) in &listeners[..nth] {
             let is_same_host = other.ip() == mine.ip()

@@ -131,6 +131,11 @@ pub struct ListenConfig {
     #[serde(with = "As::<Address>")]
     #[default(loopback(8082))]
     pub peer: SocketAddr,
+    /// Listener for scrapers and orchestrators, which serves only `/metrics`, `/livez` and `/readyz`,
+    /// as plain HTTP and without a token, also to others than this host. Default: none; the admin
+    /// listener serves them too.
+    #[serde(with = "AsOption::<Address>")]
+    pub metrics: Option<SocketAddr>,
     /// Listener for gateways that ask which engine a request goes to: an endpoint picker of the
     /// Gateway API Inference Extension, over gRPC, usually on port 9002. Default: none. See
     /// docs/guide/gateways.md.

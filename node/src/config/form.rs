@@ -249,11 +249,14 @@ fn is_plain_name(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(is_plain)
 }
 
-/// Whether the text is a log level or filter. Accepts a bare word only as a level: as a target it
-/// would silence all others.
+/// Whether the text is a log level or filter. Accepts a bare word only as a level, and a target only
+/// with one: without a level it would silence all others.
 fn is_log_filter(text: &str) -> bool {
     let mut directives = text.split(',').map(str::trim);
-    let is_meant = |it: &str| it.contains(['=', '[', ']']) || LOG_LEVELS.contains(&it);
+    let is_meant = |it: &str| match it.rsplit_once('=') {
+        Some((_, level)) if !it.ends_with(']') => LOG_LEVELS.contains(&level),
+        _ => it.ends_with(']') || LOG_LEVELS.contains(&it),
+    };
     directives.all(|it| is_meant(&it.to_ascii_lowercase()))
         && EnvFilter::builder().parse(text).is_ok()
 }
@@ -308,6 +311,7 @@ mod tests {
             "info,",
             "info,raft",
             "raft=loud",
+            "bogus=",
             "inof,raft=debug",
         ] {
             assert!(!is_log_filter(wrong), "{wrong}");

@@ -394,6 +394,7 @@ async fn an_unformed_replica_is_live_but_not_serving() {
         data: any,
         admin: any,
         peer: any,
+        metrics: None,
         picker: Some(any),
         advertise: None,
     };

@@ -228,6 +228,7 @@ fn sockets() -> BoundSockets {
         data: any,
         admin: any,
         peer: any,
+        metrics: None,
         picker: None,
         advertise: None,
     };

@@ -145,6 +145,7 @@ fn anywhere() -> ListenConfig {
         data: any,
         admin: any,
         peer: any,
+        metrics: None,
         picker: None,
         advertise: None,
     }

@@ -48,15 +48,15 @@ pub(in crate::proxy) fn begin_trace(
     Some(tracer.begin(headers, (method, shown_path(uri.path())), id))
 }
 
-/// Returns the id of the request's trace: that of this replica's span, or else the client's, if
-/// any.
+/// Returns the id of the request's trace, if there is one: that of this replica's span if it is
+/// exported, or else the client's.
 pub(in crate::proxy) fn trace_id(
     trace: Option<&Arc<RequestTrace>>,
     headers: &HeaderMap,
 ) -> Option<TraceId> {
     match trace {
-        Some(trace) => Some(trace.trace_id()),
-        None => client_trace_id(headers),
+        Some(trace) if trace.is_sampled() => Some(trace.trace_id()),
+        Some(_) | None => client_trace_id(headers),
     }
 }
 
@@ -160,7 +160,7 @@ impl ProxiedRequest {
         }
     }
 
-    /// Returns the id of the request's trace, even if this replica exports nothing of it.
+    /// Returns the id of the request's trace, if there is one.
     pub(in crate::proxy) fn trace_id(&self) -> Option<TraceId> {
         trace_id(self.trace.as_ref(), &self.head.headers)
     }

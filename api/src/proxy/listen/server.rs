@@ -30,11 +30,11 @@ use super::write_timeout::{CurrentResponse, WriteTimeoutSocket};
 use crate::base::log_rate_limit::LogRateLimit;
 use crate::engines::backends::pool::prepare;
 use crate::error::{ProxyError, openai_body};
+use crate::net::connections::{ClientConnection, ConnectionGuard};
 use crate::net::tls::{
     self, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig, TlsAcceptError,
 };
 use crate::proxy::Proxy;
-use crate::proxy::limits::clients::{ClientConnection, ConnectionGuard};
 use crate::proxy::request::headers::CLOSE;
 
 /// Interval for checking idle connections to engines.

@@ -16,7 +16,6 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -24,7 +23,7 @@ use tokio_util::task::TaskTracker;
 use super::Picker;
 use super::service::PickerService;
 use crate::engines::backends::pool::prepare;
-use crate::net::bounded_listener::{BoundedConnection, BoundedListener};
+use crate::net::bounded_listener::{BoundedConnection, BoundedListener, ConnectionPlace};
 use crate::net::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 use crate::proxy::DrainResult;
 
@@ -98,7 +97,7 @@ impl PickerServer {
                 peer: accepted.peer.ip().to_canonical(),
                 drain: drain.clone(),
                 cut: cut.clone(),
-                _place: accepted.place,
+                place: accepted.place,
             };
             connections.spawn(connection.serve(accepted.stream));
         };
@@ -166,7 +165,7 @@ struct GatewayConnection {
     peer: IpAddr,
     drain: CancellationToken,
     cut: CancellationToken,
-    _place: OwnedSemaphorePermit,
+    place: ConnectionPlace,
 }
 
 impl GatewayConnection {
@@ -198,6 +197,7 @@ impl GatewayConnection {
             biased;
             greeted = timeout(timeouts.first_request, greeted) => greeted,
             () = self.has_lingered() => return,
+            () = self.place.told_to_leave() => return,
         };
         let stream = match greeted {
             Ok(Ok(stream)) => stream,
@@ -207,6 +207,8 @@ impl GatewayConnection {
             }
             Err(_) => return,
         };
+        // A gateway holds its connections, and may use each at any time.
+        let _busy = self.place.busy();
         let builder = self.builder();
         let stream = TokioIo::new(stream);
         let mut connection = pin!(builder.serve_connection(stream, self.service()));

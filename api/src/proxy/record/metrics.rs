@@ -26,9 +26,10 @@ pub use super::status_label::StatusLabel;
 use crate::cluster::figures::TimeBuckets;
 use crate::engines::backends::pool::PoolCounters;
 use crate::error::ProxyError;
-use crate::proxy::limits::clients::{ConnectionRequestGuard, UserRequestGuard};
+use crate::net::connections::ConnectionRequestGuard;
 use crate::proxy::limits::request_ids::RequestIdGuard;
 use crate::proxy::limits::retry_budget::BudgetGuard;
+use crate::proxy::limits::users::UserRequestGuard;
 use crate::traces::{EndedTrace, RequestTrace};
 
 /// Upper bounds of the histograms' buckets, in seconds.
