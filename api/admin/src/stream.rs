@@ -16,14 +16,17 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream::{self, Stream};
 use http::StatusCode;
 use http::request::Parts;
-use serde::Serialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
 use super::AdminState;
-use api::cluster::events::NumberedEvent;
+use super::answer::QueryParams;
+use super::problem::invalid;
+use api::cluster::events::{EVENTS_KEPT_MAX, NumberedEvent};
 use api::error::Problem;
 
 /// Maximum number of open event streams.
@@ -82,6 +85,15 @@ impl<S: Sync> FromRequestParts<S> for LastEventId {
     }
 }
 
+/// Query parameters of the stream.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct EventsQuery {
+    /// Number of past events to begin with, as far as they are kept. Ignored with `Last-Event-ID`.
+    #[schemars(range(max = EVENTS_KEPT_MAX))]
+    last: usize,
+}
+
 struct Subscriber {
     receiver: Receiver<Arc<NumberedEvent>>,
     epoch: EventEpoch,
@@ -103,8 +115,13 @@ impl IntoResponse for EventsAnswer {
 
 pub(super) async fn events(
     State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<EventsQuery>,
     last: LastEventId,
 ) -> Result<EventsAnswer, Problem> {
+    if query.last > EVENTS_KEPT_MAX {
+        let expected = format!("{}, expected at most {EVENTS_KEPT_MAX}", query.last);
+        return Err(invalid("last", expected));
+    }
     let Ok(permit) = Arc::clone(&admin.streams).try_acquire_owned() else {
         let problem = Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,
@@ -116,7 +133,7 @@ pub(super) async fn events(
     };
     let epoch = admin.epoch.clone();
     let number = last.0.as_ref().and_then(|id| epoch.number(id));
-    let resumed = number.and_then(|number| admin.events.subscribe_after(Some(number)));
+    let resumed = number.and_then(|number| admin.events.subscribe_after(number));
     let missed = match (&last.0, &resumed) {
         (None, _) => None,
         (Some(_), None) => Some(Missed { events: None }),
@@ -124,8 +141,8 @@ pub(super) async fn events(
             events: Some(resumed.missed),
         }),
     };
-    let subscription = resumed.or_else(|| admin.events.subscribe_after(None));
-    let subscription = subscription.expect("there is always a newest event to go on from");
+    let past = if last.0.is_none() { query.last } else { 0 };
+    let subscription = resumed.unwrap_or_else(|| admin.events.subscribe_last(past));
     let connected = Connected {
         applied_index: admin.view.applied().0,
         epoch: &epoch.0,

@@ -284,21 +284,31 @@ impl EventBus {
         self.sender.subscribe()
     }
 
-    /// Subscribes to all events after event `number`, or after the newest if `None`. Returns `None`
-    /// if no event has had this number yet.
+    /// Subscribes to all events after event `number`. Returns `None` if no event has had this number
+    /// yet.
     #[must_use]
-    pub fn subscribe_after(&self, number: Option<u64>) -> Option<EventReceiver> {
+    pub fn subscribe_after(&self, number: u64) -> Option<EventReceiver> {
         let kept = self.kept();
-        let after = number.unwrap_or(kept.last);
-        let wanted = kept.last.checked_sub(after)?;
+        (number <= kept.last).then(|| self.receiver(&kept, number))
+    }
+
+    /// Subscribes to all future events, after the last `count` that are kept.
+    #[must_use]
+    pub fn subscribe_last(&self, count: usize) -> EventReceiver {
+        let kept = self.kept();
+        let count = count.min(kept.events.len()) as u64;
+        self.receiver(&kept, kept.last - count)
+    }
+
+    fn receiver(&self, kept: &KeptEvents, after: u64) -> EventReceiver {
         let events = kept.events.iter();
         let earlier: VecDeque<_> = events.filter(|it| it.number > after).cloned().collect();
-        Some(EventReceiver {
+        EventReceiver {
             after,
-            missed: wanted - earlier.len() as u64,
+            missed: kept.last - after - earlier.len() as u64,
             earlier,
             later: self.sender.subscribe(),
-        })
+        }
     }
 }
 

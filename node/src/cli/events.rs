@@ -29,22 +29,36 @@ const RESUME_MAX: Duration = Duration::from_secs(60);
 /// First and longest pause before a retry.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
+/// Arguments of `quorate events`.
+#[derive(Debug, clap::Args)]
+pub(super) struct EventsArgs {
+    /// Begin with the last N events that the replica noticed since it started, at most 1024
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024))]
+    last: u16,
+    #[command(flatten)]
+    read: ReadArgs,
+}
+
 /// Runs `quorate events` until no replica serves a stream any more.
-pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
-    let is_json = args.json;
-    let mut stream = EventStream::new(args.target);
+pub(super) async fn run(args: EventsArgs) -> anyhow::Result<ExitCode> {
+    let is_json = args.read.json;
+    let mut stream = EventStream::new(args.read.target, args.last);
     loop {
         let event = stream.next().await?;
-        terminal::print(match is_json {
-            true => shown(&event.to_string()),
-            false => line(event),
-        })?;
+        match is_json {
+            true => terminal::print(shown(&event.to_string()))?,
+            // It tells programs where the stream begins.
+            false if event["event"] == "connected" => {}
+            false => terminal::print(line(event))?,
+        }
     }
 }
 
 /// Stream of events, in order, from whichever replica responds.
 struct EventStream {
     target: AdminTarget,
+    /// Number of past events to begin with.
+    past: u16,
     /// The open stream, with the URL of its replica; `None` if it is not open yet or broke.
     open: Option<(String, Incoming)>,
     arrived: PartialEvents,
@@ -63,9 +77,10 @@ enum OpenError {
 }
 
 impl EventStream {
-    fn new(target: AdminTarget) -> Self {
+    fn new(target: AdminTarget, past: u16) -> Self {
         Self {
             target,
+            past,
             open: None,
             arrived: PartialEvents::default(),
             last: None,
@@ -142,6 +157,10 @@ impl EventStream {
         let settled = self.target.select_replica(false).await;
         settled.map_err(OpenError::Passing)?;
         let url = self.target.url("/admin/v1/events");
+        let url = match (&self.last, self.past) {
+            (Some(_), _) | (None, 0) => url,
+            (None, past) => format!("{url}?last={past}"),
+        };
         let request = self.request(&url).map_err(OpenError::Lasting)?;
         let connector = self.target.connector().map_err(OpenError::Lasting)?;
         let answer = connector.client().request(request).await;
@@ -310,7 +329,7 @@ mod tests {
         ];
         let serving = tokio::spawn(async move { breaking(listener, &texts).await });
         let args = Args::parse_from(["events", "--admin", &admin]);
-        let mut stream = EventStream::new(args.target);
+        let mut stream = EventStream::new(args.target, 0);
         let mut seen = Vec::new();
         while seen.len() < 5 {
             seen.push(stream.next().await.unwrap()["n"].clone());

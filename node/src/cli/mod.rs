@@ -91,7 +91,7 @@ enum CliCommand {
     /// List the last decisions of a replica
     Decisions(decisions::DecisionsArgs),
     /// Follow what changes in the cluster
-    Events(read::ReadArgs),
+    Events(events::EventsArgs),
     /// Show or change the cluster's policy, routing and admission
     #[command(subcommand)]
     Settings(settings::SettingsCommand),

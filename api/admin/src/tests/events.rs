@@ -9,7 +9,11 @@ struct Listening(Body);
 impl Listening {
     /// Opens the stream after the event with id `id`, if given.
     async fn after(bench: &Bench, id: Option<&str>) -> Self {
-        let mut request = Request::get("/admin/v1/events");
+        Self::at(bench, "/admin/v1/events", id).await
+    }
+
+    async fn at(bench: &Bench, path: &str, id: Option<&str>) -> Self {
+        let mut request = Request::get(path);
         if let Some(id) = id {
             request = request.header("last-event-id", id);
         }
@@ -138,4 +142,29 @@ async fn an_event_id_of_another_process_is_reported_as_missed() {
             ("missed", &json!({ "events": null }))
         );
     }
+}
+
+#[tokio::test]
+async fn a_stream_begins_with_past_events_on_request() {
+    let bench = Bench::new();
+    send(&bench, 5);
+    for (last, first) in [(2, 4), (5, 1), (EVENTS_KEPT_MAX, 1)] {
+        let path = format!("/admin/v1/events?last={last}");
+        let mut stream = Listening::at(&bench, &path, None).await;
+        stream.hello().await;
+        for number in first..=5 {
+            let event = stream.next().await.unwrap();
+            assert!(event.id().ends_with(&format!("-{number}")), "{event:?}");
+        }
+    }
+    let path = format!("/admin/v1/events?last={}", EVENTS_KEPT_MAX + 1);
+    let refused = bench.call("GET", &path, "").await;
+    assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+    // A client that reconnects goes on after its last event.
+    let mut stream = Listening::after(&bench, None).await;
+    let newest = stream.hello().await.id().to_owned();
+    let mut again = Listening::at(&bench, "/admin/v1/events?last=3", Some(&newest)).await;
+    again.hello().await;
+    send(&bench, 1);
+    assert!(again.next().await.unwrap().id().ends_with("-6"));
 }
