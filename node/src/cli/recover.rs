@@ -48,10 +48,9 @@ pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     terminal::print(format_args!(
         "The store of replica {id} is now at {}. To rebuild the replica from its peers:\n\
          \n\
-         1. quorate member remove {id} --admin URL-OF-ANOTHER-REPLICA\n\
-         2. give node.id a number that no replica ever had, and set cluster.join to the peer\n   \
-            addresses of the others in place of cluster.peers\n\
-         3. quorate serve, then quorate member promote NEW-ID",
+         1. set node.id to a number that no replica ever had, NEW\n\
+         2. quorate serve\n\
+         3. quorate member replace {id} --as NEW --admin URL-OF-ANOTHER-REPLICA",
         aside.display()
     ))?;
     Ok(ExitCode::SUCCESS)

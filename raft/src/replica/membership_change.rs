@@ -373,9 +373,9 @@ impl ReplicaInner {
         if known.store != reported.store {
             return Outcome::Refused(format!(
                 "replica {id} is a member with another store: a replica that lost its store joins \
-                 under a new id (start it with another node.id and cluster.join, promote it, then \
-                 remove replica {id}; with the old data directory it comes back as it was), or \
-                 under its own with cluster.replace_lost"
+                 under a new id (start it with another node.id, and run `quorate member replace {id} \
+                 --as NEW-ID`; with the old data directory it comes back as it was), or under its \
+                 own with cluster.replace_lost"
             ));
         }
         if let Err(why) = check_told(&reported.address, &reported.labels) {
