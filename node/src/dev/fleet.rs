@@ -54,30 +54,69 @@ pub(crate) struct FleetPlan<'a> {
     pub(crate) has_tokens: bool,
 }
 
-/// A running replica of the fleet.
+/// A replica of the fleet.
 pub(crate) struct FleetReplica {
     /// Listening addresses of the replica.
     pub(super) addresses: Addresses,
     /// Log, members and state of the replica.
     pub(super) cluster: Arc<dyn Cluster>,
-    shutdown: ShutdownHandle,
-    task: JoinHandle<()>,
+    /// Config with the addresses that the replica listens at.
+    config: Config,
+    /// The replica's task and its end; `None` while it is killed.
+    running: Option<(ShutdownHandle, JoinHandle<()>)>,
 }
 
 impl FleetReplica {
     async fn start(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
-        let running = App::on(config, sockets)?.start().await?;
+        let running = App::on(config.clone(), sockets)?.start().await?;
         let shutdown = ShutdownHandle::new();
+        let until = shutdown.clone();
         Ok(Self {
             addresses: running.addresses(),
             cluster: running.cluster(),
-            shutdown: shutdown.clone(),
-            task: tokio::spawn(async move { running.until(&shutdown).await }),
+            config,
+            running: Some((
+                shutdown,
+                tokio::spawn(async move { running.until(&until).await }),
+            )),
         })
+    }
+
+    /// Stops the replica at once, without a drain, as if its process was killed.
+    async fn kill(&mut self) {
+        let Some((shutdown, task)) = self.running.take() else {
+            return;
+        };
+        shutdown.abort();
+        if let Err(error) = task.await {
+            tracing::error!(%error, "replica failed while shutting down");
+        }
     }
 }
 
-/// The running replicas of a dev cluster.
+/// What a line typed into `quorate dev` asks for, with the id of a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FleetKey {
+    /// `k ID`: kill the replica.
+    Kill(u8),
+    /// `s ID`: start it again.
+    Start(u8),
+}
+
+impl FleetKey {
+    /// Reads a line; `None` if it is something else.
+    pub(super) fn read(line: &str) -> Option<Self> {
+        let (key, id) = line.trim().split_at_checked(1)?;
+        let id = id.trim().parse().ok()?;
+        match key {
+            "k" => Some(Self::Kill(id)),
+            "s" => Some(Self::Start(id)),
+            _ => None,
+        }
+    }
+}
+
+/// The replicas of a dev cluster.
 pub(crate) struct Fleet {
     /// Replicas by id, ascending from 1.
     pub(super) replicas: Vec<FleetReplica>,
@@ -242,15 +281,37 @@ impl Fleet {
         self.replicas.iter().map(url).collect()
     }
 
-    /// Aborts all replicas at once, because no clients are left, and removes temporary files.
-    pub(crate) async fn leave(self) {
-        for replica in &self.replicas {
-            replica.shutdown.abort();
-        }
-        for replica in self.replicas {
-            if let Err(error) = replica.task.await {
-                tracing::error!(%error, "replica failed while shutting down");
+    /// Kills a running replica, or starts a killed one, as `key` says. Returns what was done.
+    pub(super) async fn press(&mut self, key: FleetKey) -> anyhow::Result<String> {
+        let (FleetKey::Kill(id) | FleetKey::Start(id)) = key;
+        let count = self.replicas.len();
+        let place = usize::from(id).checked_sub(1);
+        let Some(replica) = place.and_then(|place| self.replicas.get_mut(place)) else {
+            bail!("no replica has the id {id}; the ids are 1 to {count}");
+        };
+        match (key, replica.running.is_some()) {
+            (FleetKey::Kill(_), true) => {
+                replica.kill().await;
+                Ok(format!("replica {id} is killed; `s {id}` starts it again"))
             }
+            (FleetKey::Start(_), false) => {
+                let config = replica.config.clone();
+                let sockets = BoundSockets::bind(&config.listen)?;
+                *replica = Box::pin(FleetReplica::start(config, sockets)).await?;
+                Ok(format!("replica {id} is started"))
+            }
+            (FleetKey::Kill(_), false) => Ok(format!("replica {id} is killed already")),
+            (FleetKey::Start(_), true) => Ok(format!("replica {id} runs")),
+        }
+    }
+
+    /// Aborts all replicas at once, because no clients are left, and removes temporary files.
+    pub(crate) async fn leave(mut self) {
+        for (shutdown, _) in self.replicas.iter().filter_map(|it| it.running.as_ref()) {
+            shutdown.abort();
+        }
+        for replica in &mut self.replicas {
+            replica.kill().await;
         }
     }
 }
@@ -309,6 +370,7 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
         data: at(0),
         admin: at(1),
         peer: at(2),
+        metrics: None,
         picker: None,
         advertise: None,
     };
@@ -379,6 +441,7 @@ fn set_addresses(
         data: addresses.data,
         admin: addresses.admin,
         peer: addresses.peer,
+        metrics: None,
         picker: None,
         advertise: None,
     };

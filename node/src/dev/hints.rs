@@ -44,7 +44,10 @@ impl DevHints<'_> {
 
     /// Returns suggestions for using the cluster.
     pub(super) fn look_around(&self) -> String {
-        let mut text = String::from("The cluster is up; ctrl-c ends it.\n\n");
+        let mut text = String::from(
+            "The cluster is up. Type `k 2` to kill replica 2, `s 2` to start it again;\n\
+             ctrl-c ends all.\n\n",
+        );
         let (data, admin) = (self.fleet.data_urls(), self.fleet.admin_urls());
         for ((id, data), admin) in (1..).zip(&data).zip(&admin) {
             text += &format!("  replica {id}   clients {data}/v1   admin {admin}\n");

@@ -26,7 +26,7 @@ use lab::replay::targets::Targets;
 use lab::terminal::{self, INTERRUPTED};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use fleet::{Fleet, FleetPlan};
+use fleet::{Fleet, FleetKey, FleetPlan};
 use hints::DevHints;
 use outcome::DevOutcome;
 
@@ -165,7 +165,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
         settings: &args.set,
         has_tokens: args.exact || args.tokens,
     };
-    let fleet = tokio::select! {
+    let mut fleet = tokio::select! {
         fleet = Fleet::start(plan, &engines.specs) => fleet?,
         () = signals.recv() => return Ok(ExitCode::from(INTERRUPTED)),
     };
@@ -207,11 +207,41 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
             true => eprintln!("{}", escaped_lines(&hints.look_around())),
             false => terminal::print(hints.look_around())?,
         }
-        signals.recv().await;
+        operate(&mut fleet, &mut signals).await;
     }
     fleet.leave().await;
     engines.stop().await;
     Ok(code)
+}
+
+/// Kills and starts replicas as the lines on the standard input say, until a signal.
+async fn operate(fleet: &mut Fleet, signals: &mut EndSignals) {
+    let (sender, mut lines) = tokio::sync::mpsc::channel(1);
+    // A thread, because the runtime would wait for a read of the standard input at its end.
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lines().map_while(Result::ok) {
+            if sender.blocking_send(line).is_err() {
+                return;
+            }
+        }
+    });
+    loop {
+        let line = tokio::select! {
+            biased;
+            () = signals.recv() => return,
+            Some(line) = lines.recv() => line,
+        };
+        let done = match FleetKey::read(&line) {
+            Some(key) => fleet.press(key).await,
+            None => Ok(
+                "k ID kills a replica, s ID starts it again, ctrl-c ends the cluster".to_owned(),
+            ),
+        };
+        match done {
+            Ok(done) => eprintln!("{done}"),
+            Err(error) => eprintln!("error: {}", escaped_lines(&format!("{error:#}"))),
+        }
+    }
 }
 
 /// Signals that end the cluster gracefully, so that no files are left behind.
