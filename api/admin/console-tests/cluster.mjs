@@ -2,7 +2,7 @@
 
 import { execFileSync, spawn } from 'node:child_process';
 import { createServer } from 'node:net';
-import { mkdtempSync, rmSync, writeFileSync, mkdirSync, createWriteStream } from 'node:fs';
+import { mkdtempSync, renameSync, rmSync, writeFileSync, mkdirSync, createWriteStream } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 
@@ -123,6 +123,16 @@ ${settings}\n${backends}`;
     const gone = new Promise((resolve) => child.once('exit', resolve));
     child.kill('SIGKILL');
     await gone;
+  }
+
+  /** Takes a stopped replica's data directory away, until what it returns is called. */
+  loseStore(id) {
+    const data = join(this.dir, `replica-${id}`, 'data');
+    renameSync(data, `${data}.lost`);
+    return () => {
+      rmSync(data, { recursive: true, force: true });
+      renameSync(`${data}.lost`, data);
+    };
   }
 
   /** Calls the admin API of a replica. */

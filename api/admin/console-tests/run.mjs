@@ -88,7 +88,9 @@ const tests = {
     await page.getByText(/Replica \d leads term/).waitFor();
     await until('the page names the leader', async () => await page.locator('.replica.is-leader h3').textContent()
       === `Replica ${(await cluster.get('/admin/v1/cluster')).leader}`);
-    await page.locator('.replica .figures').nth(2).getByText(/Agree/).waitFor();
+    await tile(page, 'State', { hasText: 'Equal' });
+    await page.locator('details summary').click();
+    await page.locator('details dd', { hasText: 'Agrees' }).waitFor();
     await show(page, 'backends');
     await has(rows(page), 4);
     await show(page, 'ownership');
@@ -127,11 +129,11 @@ const tests = {
     await cluster.kill('engine-4');
     const page = await open(browser, cluster);
     const { leader } = await cluster.get('/admin/v1/cluster');
-    await tile(page, 'Leads', { hasText: `Replica ${leader}` });
+    await tile(page, 'Leader', { hasText: `Replica ${leader}` });
     await tile(page, 'Worst backend', { hasText: 'engine-4' });
-    await tile(page, 'Waiting longest', { hasNotText: 'Nobody' });
+    await tile(page, 'Longest wait', { hasNotText: 'Nobody' });
     await shot(page, 'overview-waiting');
-    await page.locator('.tile', { hasText: 'Waiting longest' }).click();
+    await page.locator('.tile', { hasText: 'Longest wait' }).click();
     await page.locator('.ranks li').first().waitFor();
     // Who waits longest changes: page and replica are asked until they say the same.
     await until('the page names who waits longest', async () => await page.locator('.ranks li strong').first().textContent()
@@ -230,6 +232,37 @@ const tests = {
       assert.ok(over <= 0, `${name} is ${over} pixels too wide: ${wide.join(', ')}`);
       await shot(page, `${name}-360`);
     }
+    await page.done();
+  },
+
+  async 'no column is cut off on screens, with findings and without'({ browser, cluster }) {
+    await cluster.call('PUT', '/admin/v1/backends/with-a-finding', { url: 'http://127.0.0.1:9', models: ['elsewhere'] });
+    for (const width of [1440, 900, 390]) {
+      const page = await open(browser, cluster, { width });
+      for (const name of ['overview', 'backends', 'users', 'decisions', 'sessions']) {
+        await show(page, name);
+        await settled(page);
+        const cut = await page.evaluate(() => [...document.querySelectorAll('.scroller, .flow')].map((it) => it.scrollWidth - it.clientWidth).filter((it) => it > 0));
+        assert.deepEqual(cut, [], `${name} at ${width} pixels`);
+      }
+      await show(page, 'backends');
+      const finding = page.locator('.findings li', { hasText: 'with-a-finding' });
+      await finding.waitFor();
+      assert.match(await finding.textContent(), /Not healthy: .*[^.]$/);
+      assert.ok(await finding.evaluate((it) => it.scrollWidth <= it.clientWidth), 'the finding is whole');
+      await page.done();
+    }
+    await cluster.call('DELETE', '/admin/v1/backends/with-a-finding');
+  },
+
+  async 'what happened before the page was opened is shown'({ browser, cluster }) {
+    await cluster.call('PUT', '/admin/v1/backends/earlier', { url: 'http://127.0.0.1:9', models: ['elsewhere'] });
+    await until('it was noticed', async () => (await cluster.get('/admin/v1/backends/earlier')).probes.total > 0);
+    await cluster.call('DELETE', '/admin/v1/backends/earlier');
+    const page = await open(browser, cluster);
+    await page.locator('.events time').first().waitFor();
+    await show(page, 'log');
+    for (const change of ['added', 'removed']) await page.locator('.events li', { hasText: `Backend earlier: ${change}` }).waitFor();
     await page.done();
   },
 
@@ -378,9 +411,43 @@ const tests = {
     await page.done();
   },
 
+  async 'without a quorum, the whole page says so'({ browser, cluster }) {
+    for (const id of [2, 3]) await cluster.kill(`replica-${id}`);
+    const page = await open(browser, cluster, { id: 1 });
+    await page.locator('.banner.bad', { hasText: 'requests go on, and changes are refused' }).waitFor();
+    await tile(page, 'Leader', { hasText: 'None' });
+    await tile(page, 'State', { hasText: 'No other replica answers' });
+    await page.locator('.top', { hasText: 'No leader' }).getByText(/Degraded, updated/).waitFor();
+    await page.locator('.reasons li', { hasText: /Replica 2 has (stopped|not answered)/ }).waitFor();
+    await shot(page, 'no-quorum');
+    assert.deepEqual(await axe(page), []);
+    for (const id of [2, 3]) cluster.startReplica(id);
+    await page.locator('.banner.bad[role=status]').waitFor({ state: 'detached' });
+    await page.done();
+  },
+
+  async 'a replica outside a cluster says that it answers no request'({ browser, cluster }) {
+    await cluster.kill('replica-3');
+    const restore = cluster.loseStore(3);
+    cluster.startReplica(3);
+    await until('it serves its console', async () => (await fetch(`${cluster.replicas[2].admin}/livez`)).ok);
+    const page = await open(browser, cluster, { id: 3 });
+    const banner = page.locator('.banner.bad', { hasText: 'this replica answers every request with 503' });
+    await banner.getByText(/Not in a cluster: replica 3 is a member with another store/).waitFor();
+    await page.getByText(/Not ready, updated/).waitFor();
+    await tile(page, 'Leader', { hasText: 'Not in a cluster' });
+    await shot(page, 'outside-a-cluster');
+    page.lost = true;
+    await cluster.kill('replica-3');
+    restore();
+    cluster.startReplica(3);
+    await page.getByText(/Ready, updated/).waitFor();
+    await page.done();
+  },
+
   async 'the page’s own replica is killed, and comes back'({ browser, cluster }) {
     const page = await open(browser, cluster, { id: 2 });
-    await page.getByText(/Live, updated/).waitFor();
+    await page.getByText(/(Ready|Degraded), updated/).waitFor();
     await page.getByText(/Replica \d leads term/).first().waitFor();
     page.lost = true;
     await cluster.kill('replica-2');
@@ -391,7 +458,7 @@ const tests = {
     assert.ok((await links.first().getAttribute('href')).startsWith(cluster.replicas[0].admin));
     await shot(page, 'connection-lost');
     cluster.startReplica(2);
-    await page.getByText(/Live, updated/).waitFor({ timeout: 60_000 });
+    await page.getByText(/(Ready|Degraded), updated/).waitFor({ timeout: 60_000 });
     await page.locator('.banner', { hasText: 'does not answer' }).waitFor({ state: 'hidden' });
     await page.done();
   },

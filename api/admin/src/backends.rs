@@ -23,7 +23,8 @@ use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use api::base::printable::{escaped, is_obeyed};
 use api::engines::backends::{
-    CircuitView, EngineKind, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
+    AnswerCount, CircuitView, EngineKind, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError,
+    ProbeRecord,
 };
 use api::engines::kv_transport::endpoint;
 use api::error::Problem;
@@ -62,6 +63,8 @@ struct BackendDetail {
     /// Kind, version and models of the engine, as it reported them to this replica.
     engine_info: EngineInfo,
     probes: ProbeDetail,
+    /// Responses of the engine to this replica's requests, since this replica started.
+    answers: AnswerCount,
 }
 
 /// Kind, version and models of an engine.
@@ -285,6 +288,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
                 service: admin.view.service().get(backend.handle.slot).copied(),
                 circuit: admin.backends.circuit(backend.handle, now),
                 discovered: registry.discovered.get(&backend.handle.slot).cloned(),
+                answers: admin.backends.answer_count(backend.handle.slot),
             }
             .show(backend)
         })
@@ -301,6 +305,7 @@ struct BackendContext {
     service: Option<BackendServiceView>,
     circuit: CircuitView,
     discovered: Option<DiscoveredBackend>,
+    answers: AnswerCount,
 }
 
 impl BackendContext {
@@ -314,6 +319,7 @@ impl BackendContext {
             service,
             circuit,
             discovered,
+            answers,
         } = self;
         let spec = backend.spec.clone();
         BackendDetail {
@@ -353,6 +359,7 @@ impl BackendContext {
             facts: backend.facts.clone(),
             engine: record.metrics,
             engine_info,
+            answers,
             probes: ProbeDetail {
                 total: record.probes_total,
                 failures_total: record.failures_total,

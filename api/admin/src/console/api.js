@@ -103,13 +103,13 @@ export async function every(ms, signal, look, failed = () => {}) {
   }
 }
 
-/** Reads events until `signal`. Resumes a broken stream after the last event; the server reports missed ones. */
-export async function follow(signal, take) {
+/** Reads events until `signal`, the last `past` first. Resumes a broken stream after the last event; the server reports missed ones. */
+export async function follow(past, signal, take) {
   let pause = 500;
   let last = '';
   while (!signal.aborted) {
     try {
-      const answer = await open('GET', '/admin/v1/events', { signal, headers: last ? { 'last-event-id': last } : {} });
+      const answer = await open('GET', `/admin/v1/events${last ? '' : `?last=${past}`}`, { signal, headers: last ? { 'last-event-id': last } : {} });
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = '';
       for (;;) {

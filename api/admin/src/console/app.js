@@ -3,7 +3,7 @@
 import { ApiError, get, hooks, token } from './api.js';
 import { attr, h, icon, put, swap } from './dom.js';
 import { time } from './format.js';
-import { begin, live, watch } from './live.js';
+import { READINESS, begin, live, watch } from './live.js';
 import * as overview from './page-overview.js';
 import * as backends from './page-backends.js';
 import * as ownership from './page-ownership.js';
@@ -47,10 +47,11 @@ function header(signal) {
   const show = () => {
     const age = Math.round((Date.now() - live.answeredAt) / 1000);
     const isLost = live.isLost || (live.answeredAt > 0 && age > 12 && !document.hidden);
-    attr(pill, 'class', `status live ${isLost ? 'bad' : live.answeredAt ? 'good' : 'wait'}`);
-    put(state, isLost ? `Connection lost, last answer ${time(live.answeredAt)}` : live.answeredAt ? `Live, updated ${time(live.answeredAt)}` : 'Connecting');
     const it = live.replicas;
-    put(leader, it ? (it.leader ? `Replica ${it.leader} leads term ${it.term}` : `No leader in term ${it.term}`) : '');
+    const [word, kind] = it ? READINESS[it.readiness.status] : ['Connecting', 'wait'];
+    attr(pill, 'class', `status live ${isLost ? 'bad' : kind}`);
+    put(state, isLost ? `Connection lost, last answer ${time(live.answeredAt)}` : it ? `${word}, updated ${time(live.answeredAt)}` : word);
+    put(leader, it ? (it.leader ? `Replica ${it.leader} leads term ${it.term}` : 'No leader') : '');
   };
   const timer = setInterval(show, 1000);
   signal.addEventListener('abort', () => clearInterval(timer));

@@ -1,6 +1,7 @@
 // Small hand-drawn charts.
 
 import { attr, h, put, svg } from './dom.js';
+import { duration } from './format.js';
 
 const WIDTH = 240;
 const HEIGHT = 48;
@@ -18,23 +19,31 @@ function points(values, max) {
   return parts.join('');
 }
 
-/** A line chart over time. `draw([[…], […]])` takes one list of numbers per line; `null` is a gap. */
-export function lines(label, classes = ['line-a']) {
+/**
+ * A line chart over time, one value a second. `draw([[…], […]])` takes one list of numbers per line;
+ * `null` is a gap. `format` writes the highest value beside the top of the chart, which begins at 0.
+ */
+export function lines(label, classes = ['line-a'], format = String) {
   const paths = classes.map((name) => svg('path', { class: `line ${name}` }));
   const area = svg('path', { class: 'area' });
   const picture = svg('svg', { class: 'lines', viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: 'none', role: 'img', 'aria-label': label }, area, paths);
+  const top = h('span', { class: 'num' });
+  const span = h('span', { class: 'num' });
   return {
-    node: picture,
+    node: h('div', { class: 'plot' }, h('div', { class: 'axis' }, top), picture, h('div', { class: 'axis' }, span, h('span', null, 'now'))),
     draw(series, least = 0) {
       const length = Math.max(30, ...series.map((it) => it.length));
       const padded = series.map((it) => [...Array(length - it.length).fill(null), ...it]);
-      const max = Math.max(least, ...padded.flat().filter((it) => it !== null)) || 1;
+      const most = Math.max(...padded.flat().filter((it) => it !== null));
+      const max = Math.max(least, most) || 1;
       padded.forEach((values, at) => attr(paths[at], 'd', points(values, max)));
       const first = padded[0];
       const from = first.findIndex((it) => it !== null);
       const step = WIDTH / (length - 1);
       const isWhole = from >= 0 && first.slice(from).every((it) => it !== null);
       attr(area, 'd', isWhole ? `${points(first, max)}L${WIDTH} ${HEIGHT}L${(from * step).toFixed(1)} ${HEIGHT}Z` : '');
+      put(top, Number.isFinite(most) ? `0 to ${format(max)}` : 'No values yet');
+      put(span, `${duration(length)} ago`);
     },
   };
 }

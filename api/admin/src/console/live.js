@@ -36,6 +36,9 @@ export const may = (role) => {
 /** Whether a replica's figures are recent enough to show. */
 export const isFresh = (replica) => Boolean(replica.figures) && replica.heard_ms_ago < 5000;
 
+/** What a state of readiness is called, and its tone. */
+export const READINESS = { ready: ['Ready', 'good'], degraded: ['Degraded', 'bad'], 'not-ready': ['Not ready', 'bad'] };
+
 /** Sums and worst cases over the replicas with recent figures. */
 export function totals(answer) {
   const heard = answer.replicas.filter(isFresh).map((it) => it.figures);
@@ -51,7 +54,7 @@ export function totals(answer) {
     .map((it) => ({ ...it.figures.longest, replica: it.id })).sort((a, b) => b.waited_ms - a.waited_ms)[0];
   return {
     requests: sum('requests_per_s'), failed: sum('failed_per_s'), waiting: sum('waiting'),
-    waitingUsers: sum('waiting_users'), inFlight: sum('in_flight'), longest,
+    inFlight: sum('in_flight'), longest,
     ttft50: weighted('ttft_p50_ms'), ttft99: most('ttft_p99_ms'),
     routing50: weighted('routing_p50_ms'), routing99: most('routing_p99_ms'),
     hit: prompt ? sum('cached_tokens') / prompt : null, predicted: prompt ? sum('predicted_tokens') / prompt : null,
@@ -81,7 +84,7 @@ export function begin(signal) {
     tell('connection');
   };
   every(1000, signal, async (it) => took(await get('/admin/v1/replicas', it)));
-  follow(signal, (name, data) => {
+  follow(EVENTS_KEPT, signal, (name, data) => {
     if (name === 'connected') return;
     live.events.unshift(name === 'missed' ? { event: name, at_ms: Date.now(), ...data } : data);
     if (live.events.length > EVENTS_KEPT) live.events.pop();

@@ -31,11 +31,13 @@ export function mount(root, signal, [given = '']) {
     } },
     { title: 'Replica', wide: true, number: true, by: (row) => row.replica, text: (row) => String(row.replica) },
     { title: 'User', by: (row) => row.user, text: (row) => row.user },
+    { title: 'Model', wider: true, by: (row) => row.model, text: (row) => row.model },
     { title: 'Went to', by: (row) => row.last?.backend ?? '', text: (row) => (row.last ? `${row.last.prefill ? `${row.last.prefill} → ` : ''}${row.last.backend}` : 'Nowhere') },
-    { title: 'Why', wide: true, by: (row) => row.last?.reason ?? '', text: (row) => (row.last ? REASONS[row.last.reason]?.[0] ?? row.last.reason : NONE) },
-    { title: 'Prefix held', wide: true, number: true, by: (row) => (row.last ? row.last.matched / Math.max(1, row.blocks_total) : -1), text: (row) => (row.last ? `${count(row.last.matched)} / ${count(row.blocks_total)}` : NONE) },
-    { title: 'Waited', wide: true, number: true, by: (row) => row.last?.waited_ms ?? -1, text: (row) => ms(row.last?.waited_ms) },
+    { title: 'Why', wider: true, by: (row) => row.last?.reason ?? '', text: (row) => (row.last ? REASONS[row.last.reason]?.[0] ?? row.last.reason : NONE) },
+    { title: 'Prefix held', wider: true, number: true, by: (row) => (row.last ? row.last.matched / Math.max(1, row.blocks_total) : -1), text: (row) => (row.last ? `${count(row.last.matched)} / ${count(row.blocks_total)}` : NONE) },
+    { title: 'Queued', wider: true, number: true, by: (row) => row.last?.waited_ms ?? -1, text: (row) => ms(row.last?.waited_ms) },
     { title: 'TTFT', wide: true, number: true, by: (row) => row.last?.ttft_ms ?? -1, text: (row) => ms(row.last?.ttft_ms) },
+    { title: 'Status', number: true, by: (row) => row.end?.status ?? row.last?.status ?? -1, text: (row) => String(row.end?.status ?? row.last?.status ?? NONE) },
     { title: 'End', wide: true, by: (row) => row.end?.outcome ?? '', make: () => {
       const node = status('wait', '');
       return { node, update: (row) => setStatus(node, !row.end ? 'wait' : row.end.outcome === 'finished' ? 'good' : row.end.outcome === 'client-left' ? 'none' : 'bad', row.end ? OUTCOMES[row.end.outcome] ?? row.end.outcome : 'Under way') };

@@ -21,7 +21,7 @@ export function mount(root, signal) {
   const tools = h('div', { class: 'row' }, may('operator') && h('button', { type: 'button', onclick: () => live.replicas && transfer(live.replicas.replicas, live.replicas.leader) }, 'Transfer leadership …'),
     may('operator') && h('button', { type: 'button', onclick: () => snapshot(live.me.replica) }, 'Take a snapshot …'));
   swap(root, tools, h('div', { class: 'card' }, facts), h('section', null, h('h2', null, 'Members'), list('Members', ['Replica', 'Role', 'Log', 'Clock', 'Address', 'Version'], members)),
-    h('div', { class: 'halves' }, h('section', null, h('h2', null, 'Changes by operators'), list('Changes by operators', ['Index', 'When', 'What', 'Who'], audit)),
+    h('div', { class: 'halves' }, h('section', null, h('h2', null, 'Changes'), list('Changes', ['Index', 'When', 'What', 'Who'], audit)),
       h('section', null, h('h2', null, 'Events'), h('div', { class: 'card', tabindex: '0', role: 'region', 'aria-label': 'Events' }, events))));
 
   const showMembers = () => {
@@ -41,12 +41,12 @@ export function mount(root, signal) {
       return row;
     }, (row, it) => row.show(it));
   };
-  const showEvents = () => swap(events, live.events.length ? live.events.slice(0, 100).map(eventLine) : h('li', { class: 'empty' }, 'Nothing has happened since this page was opened.'));
+  const showEvents = () => swap(events, live.events.length ? live.events.slice(0, 100).map(eventLine) : h('li', { class: 'empty' }, `Nothing has happened since replica ${live.me.replica} started.`));
   const look = async () => {
     const [cluster, written] = await Promise.all([get('/admin/v1/cluster', signal), get('/admin/v1/audit?limit=100', signal)]);
     const rows = [['Cluster', cluster.cluster_id], ['This replica', `${cluster.id}, ${(ROLES[cluster.role] ?? cluster.role).toLowerCase()}`], ['Term', count(cluster.term)],
       ['Committed', count(cluster.committed_index)], ['Applied', count(cluster.applied_index)], ['Snapshot', cluster.snapshot_index === null ? 'None yet' : count(cluster.snapshot_index)],
-      ['Storage', cluster.fault ?? 'No fault'], ['Log', cluster.waiting ?? 'Writes']];
+      ['Storage', cluster.fault ?? 'No fault'], ['Log', cluster.waiting ?? 'Writable']];
     keyed(facts, rows, ([name]) => name, ([name]) => h('div', null, h('dt', null, name), h('dd')), (node, [, text]) => put(node.lastChild, text));
     swap(audit, written.writes.length ? written.writes.map((it) => h('tr', null, h('td', { class: 'num' }, count(it.index)), h('td', { class: 'num' }, time(it.at_ms)), h('td', null, `${ACTIONS[it.action] ?? it.action.replaceAll('-', ' ')}${it.subject ? `: ${it.subject}` : ''}`), h('td', null, it.who ?? `through replica ${it.replica}`)))
       : h('tr', null, h('td', { colspan: 4, class: 'empty' }, 'Nobody has changed anything yet.')));

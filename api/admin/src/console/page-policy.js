@@ -58,7 +58,7 @@ export function mount(root, signal) {
         h('p', null, POLICIES[now.policy] ?? ''), Object.keys(now).length > 1 ? settings(now, ['policy']) : h('p', { class: 'empty' }, 'It has no settings.')),
       question,
       h('section', { class: 'card' }, h('h2', null, 'Models with a policy of their own'), models.length ? models.map(([name, it]) => h('div', null, h('h3', null, name, ': ', h('code', null, it.policy)), settings(it, ['policy']))) : h('p', { class: 'empty' }, 'None: the policy above decides for all.')),
-      h('section', { class: 'card' }, h('h2', null, 'Beside the policy'), settings(routing.config, ['models'])),
+      h('section', { class: 'card' }, h('h2', null, 'Other routing settings'), settings(routing.config, ['models'])),
       h('section', { class: 'card' }, h('h2', null, 'Admission'), h('p', null, 'Who goes first when requests wait, and how many a backend gets at once.'), settings(flat(admission.config))));
   };
   every(5000, signal, look, (fault) => { if (!seen) put(note, fault.message); });

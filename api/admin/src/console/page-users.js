@@ -19,6 +19,8 @@ export function mount(root, signal, [wanted]) {
   let isUncachedOnly = true;
   let open = wanted;
   let isWhole = false;
+  /** Share at which a bar is full, the same for all rows. */
+  let scale = 1;
   const summary = h('p', { class: 'note', role: 'status' }, 'Reading the users …');
   const waiting = h('div', { class: 'waiting' });
   const filter = h('input', { type: 'search', id: 'filter', placeholder: 'Name', autocomplete: 'off', oninput: () => show() });
@@ -27,10 +29,9 @@ export function mount(root, signal, [wanted]) {
     const mark = h('span', { class: 'mark', 'aria-hidden': 'true' });
     it.node.firstChild.append(mark);
     return { node: it.node, update: (row) => {
-      const most = Math.max(row.share ?? 0, row.fair ?? 0, 0.0001) * 1.25;
-      it.set((row.share ?? 0) / most, row.share === null ? NONE : `${percent(row.share, 1)}, ${percent(row.fair, 1)}`);
+      it.set((row.share ?? 0) / scale, percent(row.share, 1));
       mark.hidden = row.share === null;
-      mark.style.setProperty('left', `${((row.fair ?? 0) / most) * 100}%`);
+      mark.style.setProperty('left', `${((row.fair ?? 0) / scale) * 98}%`);
     } };
   };
   const columns = [
@@ -38,16 +39,17 @@ export function mount(root, signal, [wanted]) {
       const button = h('button', { type: 'button', class: 'link', onclick: () => { open = button.row; show(); } });
       return { node: button, update: (row) => { button.row = row.name; put(button, row.name); } };
     } },
-    { title: 'Waits for', by: (row) => row.waited ?? (row.waiting.cluster ? 0.5 : 0), number: true, text: (row) => (row.waited ? ms(row.waited) : row.waiting.cluster ? 'At another replica' : 'No') },
-    { title: 'Waiting', by: (row) => row.waiting.cluster, number: true, wide: true, text: (row) => count(row.waiting.cluster) },
+    { title: 'Longest wait', by: (row) => row.waited ?? (row.waiting.cluster ? 0.5 : 0), number: true, text: (row) => (row.waited ? ms(row.waited) : row.waiting.cluster ? 'At another replica' : NONE) },
+    { title: 'Queue', by: (row) => row.waiting.cluster, number: true, wide: true, text: (row) => count(row.waiting.cluster) },
     { title: 'In flight', by: (row) => row.in_flight, number: true, wide: true, text: (row) => count(row.in_flight) },
-    { title: 'Share lately, fair one', by: (row) => (row.share === null ? -1 : row.share), number: true, make: shareCell },
-    { title: 'Counter', by: (row) => row.counter_milli_tokens, number: true, wide: true, text: (row) => short(row.counter_milli_tokens / 1000) },
-    { title: 'Weight', by: (row) => row.weight_milli, number: true, wide: true, text: (row) => String(row.weight_milli / 1000) },
+    { title: 'Recent share', by: (row) => (row.share === null ? -1 : row.share), number: true, make: shareCell },
+    { title: 'Fair share', by: (row) => (row.fair === null ? -1 : row.fair), number: true, wide: true, text: (row) => percent(row.fair, 1) },
+    { title: 'Counter', by: (row) => row.counter_milli_tokens, number: true, wider: true, text: (row) => short(row.counter_milli_tokens / 1000) },
+    { title: 'Weight', by: (row) => row.weight_milli, number: true, wider: true, text: (row) => String(row.weight_milli / 1000) },
     { title: 'Requests', by: (row) => row.total.requests, number: true, wide: true, text: (row) => short(row.total.requests) },
-    { title: 'Limits left', wide: true, text: (row) => left(row) },
+    { title: 'Limits left', wider: true, text: (row) => left(row) },
   ];
-  const grid = table({ label: 'Users', columns, key: (row) => row.key, sort: { at: 1, down: true }, empty: 'No user fits.' });
+  const grid = table({ label: 'Users', columns, key: (row) => row.key, tie: (row) => row.name, sort: { at: 1, down: true }, empty: 'No user fits.' });
   const detail = h('aside', { class: 'card detail', 'aria-label': 'User', hidden: true });
   swap(root, h('section', { 'aria-label': 'Waiting longest' }, waiting),
     h('div', { class: 'row tools' }, h('label', { for: 'filter', class: 'hidden' }, 'Filter'), filter, summary), h('div', { class: 'split' }, grid.node, detail));
@@ -72,8 +74,9 @@ export function mount(root, signal, [wanted]) {
       it.waited = waits.get(it.name);
       rows.push(it);
     }
+    scale = Math.max(0.01, ...rows.map((it) => Math.max(it.share ?? 0, it.fair ?? 0)));
     grid.set(rows);
-    put(summary, all.length ? `${count(all.length)} known${isWhole ? '' : ' so far'}${text ? `, ${count(rows.length)} shown` : ''}. Share of what was served in the last minutes, beside the fair one by weight.` : isWhole ? 'No request was made yet.' : 'Reading the users …');
+    put(summary, all.length ? `${count(all.length)} known${isWhole ? '' : ' so far'}${text ? `, ${count(rows.length)} shown` : ''}. Recent share: of what was served in the last minutes; the mark in the bar is the fair share, by weight.` : isWhole ? 'No request was made yet.' : 'Reading the users …');
     const row = all.find((it) => it.name === open);
     detail.hidden = !row;
     if (row) showDetail(row);
@@ -81,9 +84,9 @@ export function mount(root, signal, [wanted]) {
 
   function showDetail(it) {
     const rows = [
-      ['Waiting', `${count(it.waiting.cluster)} in all, ${count(it.waiting.here)} at replica ${live.me.replica}`], ['In flight', count(it.in_flight)],
+      ['Queue', `${count(it.waiting.cluster)} in all, ${count(it.waiting.here)} at replica ${live.me.replica}`], ['In flight', count(it.in_flight)],
       ['Counter', `${count(it.counter_milli_tokens / 1000)} tokens, priced and divided by weight`], ['Weight', String(it.weight_milli / 1000)],
-      ['Share lately', it.share === null ? 'Not active' : `${percent(it.share, 1)}; fair by weight: ${percent(it.fair, 1)}`],
+      ['Recent share', it.share === null ? 'Not active' : `${percent(it.share, 1)}; fair by weight: ${percent(it.fair, 1)}`],
       ['Requests', count(it.total.requests)], ['Prompt tokens', `${count(it.total.input_uncached)} computed, ${count(it.total.input_cached)} cached`],
       ['Output tokens', count(it.total.output)], ['Limits left', left(it)], ['Models', it.config.models?.join(', ') || 'All'],
       ['Cached blocks', cacheOf(it.config.cache)],
@@ -103,8 +106,10 @@ export function mount(root, signal, [wanted]) {
   function showWaiting(here) {
     const others = (live.replicas?.replicas ?? []).filter((it) => !it.is_asked && isFresh(it) && it.figures.longest)
       .map((it) => ({ user: it.figures.longest.user ?? it.figures.longest.user_key, waited_ms: it.figures.longest.waited_ms, replica: it.id, requests: null }));
-    const list = [...here.waiting.map((it) => ({ ...it, replica: here.replica })), ...others].sort((a, b) => b.waited_ms - a.waited_ms).slice(0, 5);
-    if (!list.length) { swap(waiting, h('div', { class: 'banner good' }, 'Nobody waits: every request found a backend with room at once.')); return; }
+    const all = [...here.waiting.map((it) => ({ ...it, replica: here.replica })), ...others].sort((a, b) => b.waited_ms - a.waited_ms);
+    // A user may wait at several replicas.
+    const list = [...new Map(all.reverse().map((it) => [it.user, it])).values()].reverse().slice(0, 5);
+    if (!list.length) { swap(waiting, h('div', { class: 'banner good' }, 'The queue is empty: every request found a backend with room at once.')); return; }
     swap(waiting, h('div', { class: 'card' }, h('h2', null, 'Waiting longest'), h('ol', { class: 'ranks' }, list.map((it) => h('li', null, h('strong', null, it.user), h('span', { class: 'num' }, ms(it.waited_ms)),
       h('span', { class: 'note' }, `at replica ${it.replica}${it.requests ? `, ${plural(it.requests, 'request')}` : ', the longest there'}`))))));
   }

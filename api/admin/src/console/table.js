@@ -7,10 +7,11 @@ const ROW = 40;
 const SPARE = 6;
 
 /**
- * Columns: `{ title, make() -> node with update(row) | text(row), by(row), number, wide }`.
- * `by` makes the column sortable; `wide` hides it on narrow screens.
+ * Columns: `{ title, make() -> node with update(row) | text(row), by(row), number, wide, wider }`.
+ * `by` makes the column sortable; `wide` hides it on phones, `wider` on all but wide screens. Rows that are equal are ordered by
+ * `tie(row)`, else by their key.
  */
-export function table({ label, columns, key, sort, empty }) {
+export function table({ label, columns, key, sort, empty, tie = key }) {
   let rows = [];
   let shown = [];
   let order = { ...sort };
@@ -32,7 +33,7 @@ export function table({ label, columns, key, sort, empty }) {
   const node = h('div', { class: 'table' }, box, nothing);
 
   function cell(column) {
-    return `${column.number ? 'number ' : ''}${column.wide ? 'wide' : ''}`.trim() || undefined;
+    return [column.number && 'number', column.wide && 'wide', column.wider && 'wider'].filter(Boolean).join(' ') || undefined;
   }
 
   function makeRow() {
@@ -57,7 +58,7 @@ export function table({ label, columns, key, sort, empty }) {
       const sign = order.down ? -1 : 1;
       const keyed = rows.map((row) => [column.by(row), row]);
       const compare = (a, b) => (typeof a === 'string' ? names.compare(a, b) : (a ?? -1) - (b ?? -1));
-      keyed.sort(([a, first], [b, second]) => sign * compare(a, b) || names.compare(key(first), key(second)));
+      keyed.sort(([a, first], [b, second]) => sign * compare(a, b) || names.compare(tie(first), tie(second)));
       shown = keyed.map(([, row]) => row);
     }
     heads.forEach((head, at) => attr(head, 'aria-sort', at === order.at ? (order.down ? 'descending' : 'ascending') : false));

@@ -73,10 +73,10 @@ export const POLICIES = {
 /** An event as a sentence, with its tone: `good`, `bad` or none. */
 export function event(it) {
   switch (it.event) {
-    case 'leader': return it.leader ? [`Replica ${it.leader} leads term ${it.term}`, 'good'] : [`No leader in term ${it.term}`, 'bad'];
+    case 'leader': return it.leader ? [`Replica ${it.leader} leads term ${it.term}`, 'good'] : ['No leader', 'bad'];
     case 'role': return [`This replica is ${(ROLES[it.role] ?? it.role).toLowerCase()}`];
     case 'quorum': return it.has_quorum ? ['A quorum answers', 'good'] : ['No quorum answers', 'bad'];
-    case 'member': return [`Replica ${it.id}: ${it.change}`, { connected: 'good', disconnected: 'bad', removed: 'bad' }[it.change]];
+    case 'member': return [`Replica ${it.id} ${it.change === 'disconnected' ? 'does not answer' : it.change === 'connected' ? 'answers' : `was ${it.change}`}`, { connected: 'good', disconnected: 'bad', removed: 'bad' }[it.change]];
     case 'snapshot': return [`Snapshot at index ${it.index}`];
     case 'fault': return [`Storage fault: ${it.detail}`, 'bad'];
     case 'backend': return [`Backend ${it.id}: ${it.change}`, { removed: 'bad', draining: 'bad' }[it.change]];
@@ -93,6 +93,7 @@ export function event(it) {
 }
 
 export const ACTIONS = {
+  'found-cluster': 'Cluster founded, with the settings of a config',
   'put-backend': 'Put backend', 'delete-backend': 'Remove backend', 'drain-backend': 'Drain backend',
   'set-draining': 'Drain or undrain backend', 'put-policy': 'Set policy', 'put-routing': 'Set routing', 'put-admission': 'Set admission',
   'configure-user': 'Configure user', 'put-user-defaults': 'Set defaults of users', 'delete-user': 'Delete user', 'forgive-user': 'Forgive user', 'end-tree': 'End tree of sessions',

@@ -4,23 +4,28 @@
 //! one than the others do is misconfigured, and attracts traffic because refusing is quick.
 
 use http::StatusCode;
+use schemars::JsonSchema;
+use serde::Serialize;
 use state::ids::Slot;
 
 use crate::sync::{AtomicU64, Ordering::Relaxed};
 
 /// Number of responses of one engine since this replica has known it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct AnswerCount {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
+pub struct AnswerCount {
     /// Responses with any status.
-    pub(crate) all: u64,
+    pub all: u64,
     /// Responses with a status 4xx.
-    pub(crate) client_errors: u64,
+    pub client_errors: u64,
+    /// Responses with a status 5xx.
+    pub server_errors: u64,
 }
 
 #[derive(Default)]
 struct Cell {
     all: AtomicU64,
     client_errors: AtomicU64,
+    server_errors: AtomicU64,
 }
 
 /// The counts of all slots.
@@ -36,6 +41,8 @@ impl AnswerCounts {
             cell.all.fetch_add(1, Relaxed);
             if status.is_client_error() {
                 cell.client_errors.fetch_add(1, Relaxed);
+            } else if status.is_server_error() {
+                cell.server_errors.fetch_add(1, Relaxed);
             }
         }
     }
@@ -45,6 +52,7 @@ impl AnswerCounts {
         cell.map_or_else(AnswerCount::default, |cell| AnswerCount {
             all: cell.all.load(Relaxed),
             client_errors: cell.client_errors.load(Relaxed),
+            server_errors: cell.server_errors.load(Relaxed),
         })
     }
 
@@ -53,6 +61,7 @@ impl AnswerCounts {
         if let Some(cell) = self.0.get(usize::from(slot.0)) {
             cell.all.store(0, Relaxed);
             cell.client_errors.store(0, Relaxed);
+            cell.server_errors.store(0, Relaxed);
         }
     }
 }
@@ -71,6 +80,7 @@ mod tests {
         let expected = AnswerCount {
             all: 4,
             client_errors: 2,
+            server_errors: 1,
         };
         assert_eq!(
             (counts.of(Slot(0)), counts.of(Slot(1))),

@@ -70,6 +70,7 @@ pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
 pub use addresses::{
     AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules, EnginePlace,
 };
+pub use answer_counts::AnswerCount;
 pub use bootstrap_rooms::BOOTSTRAP_PORT_LABEL;
 pub use cache_reports::AnswerForm;
 pub(crate) use cache_reports::FoundTokens;
@@ -86,7 +87,7 @@ pub(crate) use panic::Doubt;
 pub use slot_table::{Occupancy, SlotTable};
 pub use url::{EngineUrl, EngineUrlError};
 
-use answer_counts::{AnswerCount, AnswerCounts};
+use answer_counts::AnswerCounts;
 use cache_reports::CacheReports;
 use circuit::CircuitBreakers;
 use health::HealthTable;
@@ -385,7 +386,8 @@ impl Backends {
     }
 
     /// Returns how many responses the engine in `slot` has sent to this replica's requests.
-    pub(crate) fn answer_count(&self, slot: Slot) -> AnswerCount {
+    #[must_use]
+    pub fn answer_count(&self, slot: Slot) -> AnswerCount {
         self.answers.of(slot)
     }
 
