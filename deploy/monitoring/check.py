@@ -160,7 +160,7 @@ def alerts_are_complete():
     firing = re.compile(r'alertname="(\w+)",alertstate="firing".*\n.*\n +exp_samples: \[\{ value: 1 \}\]')
     fires = set(firing.findall(tests))
     for alert, expression in alerts():
-        if f"`{alert}`" not in runbook:
+        if f"### {alert}\n" not in runbook:
             sys.exit(f"{alert} is not in docs/guide/runbook.md")
         if alert not in fires:
             sys.exit(f"{alert} fires in no test of alerts.test.yaml")
