@@ -127,6 +127,9 @@ fn a_member_without_a_quorum_names_each_peer_and_reason() {
     let ready = get(left.admin, "/readyz").unwrap().body;
     let shown = quorate(&["status", "--admin", &left.admin.to_string()]);
     let shown = text(&shown.stdout);
+    for line in ["leader   none", "replica 2 has ", "replica 3 has "] {
+        assert!(shown.contains(line), "{shown}");
+    }
     for (peer, state) in [(peers[1], "refused"), (peers[2], "timed-out")] {
         assert!(ready.contains(&format!("peer {peer}: ")), "{ready}");
         let mut lines = shown
@@ -183,6 +186,47 @@ fn a_replica_with_a_lost_directory_rejoins_under_its_id() {
         .iter()
         .any(|it| it.process.log().contains("lost its store"));
     assert!(said, "{}", replicas[0].process.log());
+}
+
+#[test]
+fn a_lost_replica_comes_back_under_a_new_id_in_one_command() {
+    let peers: [_; 3] = free();
+    let list = peers.map(|peer| format!("\"{peer}\"")).join(", ");
+    let config = format!("[cluster]\npeers = [{list}]\n");
+    let mut replicas: Vec<_> = (1..=3)
+        .zip(peers)
+        .map(|(id, peer)| Replica::start(id, peer, &config))
+        .collect();
+    let voters = |replica: &Replica| {
+        let status = get(replica.admin, "/admin/v1/cluster").map(|it| it.json());
+        let status = status.unwrap_or_default();
+        let members = status["members"].as_object().cloned().unwrap_or_default();
+        let voters = members.into_iter().filter(|(_, it)| it["is_voter"] == true);
+        voters.map(|(id, _)| id).collect::<Vec<_>>()
+    };
+    until("all are one cluster", || {
+        replicas.iter().all(|it| voters(it) == ["1", "2", "3"])
+    });
+    let admin = replicas[0].admin.to_string();
+    let replace = |old: &str| quorate(&["member", "replace", old, "--admin", &admin]);
+    let refused = text(&replace("3").stderr);
+    assert!(refused.contains("replica 3 answers: stop it"), "{refused}");
+    let refused = text(&replace("9").stderr);
+    assert!(refused.contains("the members are 1, 2, 3"), "{refused}");
+    drop(replicas.pop());
+    until("its end is noticed", || {
+        let status = quorate(&["status", "--admin", &admin]);
+        text(&status.stdout).contains("replica 3 has ")
+    });
+    // Another id and an empty directory; nothing else differs.
+    replicas.push(Replica::start(4, peers[2], &config));
+    let done = replace("3");
+    let told = text(&done.stdout);
+    assert!(done.status.success(), "{told}{}", text(&done.stderr));
+    assert!(told.contains("replica 4 votes in place of replica 3"), "{told}");
+    until("all know it", || {
+        replicas.iter().all(|it| voters(it) == ["1", "2", "4"])
+    });
 }
 
 /// Runs the program with this host name; `None` if the system does not let tests set host names.
