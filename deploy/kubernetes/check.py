@@ -232,7 +232,12 @@ def extended():
     assert pod["topologySpreadConstraints"] == [{**constraint, "labelSelector": {"matchLabels": selector}}]
     account = values["serviceAccount"]["name"]
     assert pod["serviceAccountName"] == account
-    assert rendered.keys() == plain.keys() - {("ServiceAccount", "quorate")}
+    monitoring = {("ServiceMonitor", "quorate"), ("PrometheusRule", "quorate")}
+    assert rendered.keys() == plain.keys() - {("ServiceAccount", "quorate")} | monitoring
+    (scraped,) = rendered["ServiceMonitor", "quorate"]["spec"]["endpoints"]
+    ports = {one["name"]: one["port"] for one in rendered["Service", "quorate-peers"]["spec"]["ports"]}
+    assert scraped["port"] == "metrics" and ports["metrics"] == values["listen"]["metrics"]
+    assert {"name": "QUORATE_LISTEN__METRICS", "value": "0.0.0.0:9090"} in container["env"]
     (subject,) = rendered["RoleBinding", "quorate"]["subjects"]
     assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)
     print("extended: the chart's optional values are in the pods")

@@ -29,6 +29,7 @@ BINDING = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}/rolebindin
 # nothing runs here.
 LEFT_OUT = ["PodDisruptionBudget", "HTTPRoute"]
 CLIENTS = 4
+METRICS = 9090
 
 
 def expect(what, is_met=None, limit_s=120):
@@ -117,6 +118,7 @@ class Trial:
         values = ["--values", HERE / "gateway/values.yaml"]
         # Which engine answered, and what it held.
         values += ["--set", "env[0].name=QUORATE_USERS__EXPOSE", "--set", "env[0].value=full"]
+        values += ["--set", f"listen.metrics={METRICS}"]
         rendered = subprocess.run(
             ["helm", "template", "quorate", HERE / "helm/quorate", "--namespace", NAMESPACE, *values],
             check=True, capture_output=True, text=True,
@@ -229,6 +231,11 @@ def starts(trial):
     expect("three replicas are ready", lambda: trial.ready() == names)
     for name in names:
         expect(f"{name} follows the pool: two engines", lambda name=name: trial.serving(name) == 2)
+    for name in names:
+        url = f"http://{trial.node.pod(name).address}:{METRICS}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as page:
+            assert b"quorate_build_info" in page.read()
+    expect("Prometheus reads each replica's metrics without a token")
     prompt = "Which lamp is lit? " + "The boats come home at night. " * 60
     first, _ = trial.ask(trial.node.pod("quorate-0").address, prompt)
     time.sleep(1)

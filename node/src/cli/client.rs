@@ -31,6 +31,7 @@ pub(super) struct AdminTarget {
     /// command is used
     #[arg(
         long,
+        help_heading = "Connection",
         value_name = "URL",
         env = "QUORATE_ADMIN",
         default_value = "http://127.0.0.1:8081",
@@ -39,14 +40,15 @@ pub(super) struct AdminTarget {
     )]
     admin: Vec<Uri>,
     /// File with a token for the admin listener, as written by `quorate token create --out`
-    #[arg(long, value_name = "FILE", env = "QUORATE_TOKEN_FILE")]
+    #[arg(long, help_heading = "Connection", value_name = "FILE", env = "QUORATE_TOKEN_FILE")]
     token_file: Option<PathBuf>,
     /// Certificate authorities in PEM to trust for replicas. Default: those that this host trusts
-    #[arg(long, value_name = "FILE", env = "QUORATE_CA_FILE")]
+    #[arg(long, help_heading = "Connection", value_name = "FILE", env = "QUORATE_CA_FILE")]
     ca_file: Option<PathBuf>,
     /// Certificate of an operator in PEM, as made by `quorate cert client --role ROLE`
     #[arg(
         long,
+        help_heading = "Connection",
         value_name = "FILE",
         env = "QUORATE_CERT_FILE",
         requires = "key_file"
@@ -55,6 +57,7 @@ pub(super) struct AdminTarget {
     /// Private key of the certificate
     #[arg(
         long,
+        help_heading = "Connection",
         value_name = "FILE",
         env = "QUORATE_KEY_FILE",
         requires = "cert_file"

@@ -1,6 +1,6 @@
 //! `quorate key ...`: shows and changes the cluster's API keys.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
@@ -159,7 +159,8 @@ impl SecretArgs {
             }
             return print_json(&answer);
         }
-        terminal::print(format_args!("id      {id}"))?;
+        let out = self.out.as_deref().unwrap_or(Path::new("-")).display();
+        terminal::print(format_args!("id      {id}\nsecret  written to {out}"))?;
         Ok(ExitCode::SUCCESS)
     }
 }

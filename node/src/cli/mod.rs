@@ -63,7 +63,7 @@ use crate::{descriptors, telemetry};
 )]
 pub struct Cli {
     /// Show all columns of tables, even if the terminal is too narrow
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = "Output")]
     wide: bool,
     #[command(subcommand)]
     command: CliCommand,

@@ -65,7 +65,7 @@ struct SetUserArgs {
     /// Name of the user
     name: String,
     /// Share of the fleet relative to other users: 2 gets twice as much as 1
-    #[arg(long, value_parser = weight)]
+    #[arg(long, value_parser = weight, allow_negative_numbers = true)]
     weight: Option<u32>,
     /// Requests per window
     #[arg(long, value_name = "N")]
