@@ -144,6 +144,14 @@ hash!(
     AgentSessionKey
 );
 hash!(
+    /// A resumable stream, named by the replica at which it began.
+    StreamId
+);
+hash!(
+    /// A request that carries a resumable stream, named by its replica.
+    StreamCarrier
+);
+hash!(
     /// An API key, drawn at random by the replica that made it. Not its secret.
     ApiKeyId
 );

@@ -36,6 +36,7 @@ mod reject;
 pub mod service;
 mod settings;
 pub mod shares;
+pub mod streams;
 pub mod trees;
 pub mod users;
 mod validate;

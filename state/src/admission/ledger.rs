@@ -25,6 +25,22 @@ pub struct Advance {
 }
 
 impl Advance {
+    /// Returns the unused advance of a stream that another request has taken over, in priced tokens.
+    /// It pays for the prompt first, unless that is charged already.
+    #[must_use]
+    pub fn left_over(tokens: u64, is_prompt_charged: bool) -> Self {
+        match is_prompt_charged {
+            true => Self {
+                input: 0,
+                output: tokens,
+            },
+            false => Self {
+                input: tokens,
+                output: 0,
+            },
+        }
+    }
+
     /// Returns the unused advance, input and output together, in priced tokens.
     #[must_use]
     pub fn left(&self) -> u64 {

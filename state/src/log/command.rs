@@ -19,6 +19,7 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::{BeliefSample, ServiceSample};
 use crate::settings::AdmissionSettings;
+use crate::streams::StreamCharge;
 use crate::trees::{NewSession, SessionRef, SessionTurn};
 
 pub use crate::backends::{BackendRole, BackendSpec, EngineFacts};
@@ -353,6 +354,8 @@ pub enum Item {
     EndTurn(SessionTurn),
     /// A session's last turn ended.
     EndSession(SessionRef),
+    /// Usage of a resumable stream since its carrier's last flush, or a take-over of the stream.
+    ChargeStream(Box<StreamCharge>),
 }
 
 /// Effect of an ended attempt on the engine's cache.

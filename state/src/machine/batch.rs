@@ -91,13 +91,14 @@ impl RouterState {
                 true
             }
             Item::EndTurn(turn) => {
-                self.trees.turn(&turn, self.time.now_ms);
+                self.trees.turn(&turn, None, self.time.now_ms);
                 true
             }
             Item::EndSession(session) => {
                 self.trees.end_named(session);
                 true
             }
+            Item::ChargeStream(charge) => self.charge_stream(replica, &charge),
         };
         if is_applied {
             ItemResult::Applied

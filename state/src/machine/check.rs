@@ -32,6 +32,8 @@
 //! - **I132** Every backend recorded as registered by a source exists and has a valid source.
 //! - **I165** A tree counts its sessions that have not ended. The places, the orders and the
 //!   digest of sessions follow from the sessions and trees.
+//! - **I168** The order and the digest of resumable streams follow from their records, whose number is
+//!   within its bound.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
 //! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
@@ -61,6 +63,9 @@ impl RouterState {
         self.trees
             .check()
             .map_err(|detail| broken("I165", detail))?;
+        self.streams
+            .check()
+            .map_err(|detail| broken("I168", detail))?;
         self.check_published()
     }
 

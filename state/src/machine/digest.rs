@@ -20,6 +20,7 @@ impl RouterState {
             users_rest,
             sessions,
             self.trees.digest(),
+            self.streams.digest(),
         ];
         let mut bytes = Vec::with_capacity(16 * 16);
         for part in parts {

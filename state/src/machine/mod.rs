@@ -21,6 +21,7 @@ mod restoring;
 mod sessions;
 mod settings;
 mod snapshot;
+mod streams;
 mod time;
 mod trees;
 mod users;
@@ -44,6 +45,7 @@ use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
 use crate::reader_assignment::Readers;
 use crate::service::{AssumedCapacities, CapacityCorrections, ServiceStats};
+use crate::streams::StreamTable;
 use crate::trees::Trees;
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
@@ -84,6 +86,7 @@ pub struct RouterState {
     exact: FollowedBackends,
     keys: Keys,
     trees: Trees,
+    streams: StreamTable,
     /// Restore in progress, if any.
     staged: Option<StagedRestore>,
     /// Backup that was read ahead of the command that switches to it, if any. It is not part of the
@@ -183,6 +186,7 @@ impl RouterState {
             exact: FollowedBackends::default(),
             keys: Keys::default(),
             trees: Trees::default(),
+            streams: StreamTable::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -210,6 +214,7 @@ impl RouterState {
                 self.time.advance(envelope.proposed_at_ms);
                 self.forget_idle_restore();
                 self.trees.forget_some(self.time.now_ms);
+                self.streams.forget_some(self.time.now_ms);
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
                 reply
@@ -230,6 +235,7 @@ impl RouterState {
         }
         self.publish_keys();
         self.publish_trees();
+        self.publish_streams();
         self.publish_evictions();
         self.publish_for_policies();
         self.publish_users();

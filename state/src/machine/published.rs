@@ -24,6 +24,7 @@ use crate::ratios::{RatiosView, TokenRatio};
 use crate::reader_assignment::{Assignment, Readers};
 use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
+use crate::streams::StreamsView;
 use crate::trees::TreesView;
 use crate::users::{RecentUsage, UsersView};
 use crate::view::BlockView;
@@ -46,6 +47,7 @@ pub struct StateView {
     keys: ArcSwap<KeysView>,
     evictions: ArcSwap<EvictionsView>,
     trees: ArcSwap<TreesView>,
+    streams: ArcSwap<StreamsView>,
 }
 
 impl StateView {
@@ -64,6 +66,7 @@ impl StateView {
             keys: ArcSwap::default(),
             evictions: ArcSwap::default(),
             trees: ArcSwap::default(),
+            streams: ArcSwap::default(),
         }
     }
 
@@ -150,6 +153,13 @@ impl StateView {
         self.trees.load()
     }
 
+    /// Returns the resumable streams, as of the applied index. Cheap; use the guard for one event and
+    /// do not keep it.
+    #[must_use]
+    pub fn streams(&self) -> Guard<Arc<StreamsView>> {
+        self.streams.load()
+    }
+
     /// Returns the usage of `user` within the window; zero while no policy reads it.
     #[must_use]
     pub fn user_tokens(&self, user: UserKey) -> UserTokens {
@@ -215,6 +225,10 @@ impl StateView {
 
     pub(super) fn publish_trees(&self, trees: TreesView) {
         self.trees.store(Arc::new(trees));
+    }
+
+    pub(super) fn publish_streams(&self, streams: StreamsView) {
+        self.streams.store(Arc::new(streams));
     }
 
     pub(super) fn publish_ratios(&self, ratios: RatiosView) {

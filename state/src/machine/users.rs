@@ -54,6 +54,7 @@ impl RouterState {
             Some(false) => Err(Rejection::UserBusy { name }),
             Some(true) => {
                 self.trees.forget_user(key);
+                self.streams.forget_user(key);
                 self.note(origin, AuditAction::DeleteUser, name);
                 Ok(())
             }

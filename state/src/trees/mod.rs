@@ -26,6 +26,7 @@ use bincode::{Decode, Encode};
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::bounds::CHARGE_TOKENS_MAX;
 use crate::ids::{AgentSessionKey, BackendRef, ModelKey, UserKey};
 
 pub(crate) use image::TreesImage;
@@ -122,7 +123,25 @@ impl TurnUsage {
         self.input().saturating_add(self.output)
     }
 
-    fn add(&mut self, other: &Self) {
+    /// Returns the usage within the bounds of a charge.
+    pub(crate) fn bounded(&self) -> Self {
+        Self {
+            input_uncached: self.input_uncached.min(CHARGE_TOKENS_MAX),
+            input_cached: self.input_cached.min(CHARGE_TOKENS_MAX),
+            output: self.output.min(CHARGE_TOKENS_MAX),
+        }
+    }
+
+    /// Returns what is left without `other`, saturating.
+    fn without(&self, other: &Self) -> Self {
+        Self {
+            input_uncached: self.input_uncached.saturating_sub(other.input_uncached),
+            input_cached: self.input_cached.saturating_sub(other.input_cached),
+            output: self.output.saturating_sub(other.output),
+        }
+    }
+
+    pub(crate) fn add(&mut self, other: &Self) {
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
         self.input_cached = self.input_cached.saturating_add(other.input_cached);
         self.output = self.output.saturating_add(other.output);

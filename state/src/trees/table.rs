@@ -12,7 +12,6 @@ use super::{
     AgentSession, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef, SessionTree,
     SessionTurn, TurnUsage,
 };
-use crate::bounds::CHARGE_TOKENS_MAX;
 use crate::encoding;
 use crate::ids::{AgentSessionKey, BackendRef, UserKey};
 
@@ -147,26 +146,30 @@ impl Trees {
         self.change(session, now_ms, |session| session.home = home)
     }
 
-    /// Records the end of a turn. Returns whether its session exists.
-    pub(crate) fn turn(&mut self, turn: &SessionTurn, now_ms: u64) -> bool {
-        let usage = TurnUsage {
-            input_uncached: turn.usage.input_uncached.min(CHARGE_TOKENS_MAX),
-            input_cached: turn.usage.input_cached.min(CHARGE_TOKENS_MAX),
-            output: turn.usage.output.min(CHARGE_TOKENS_MAX),
-        };
+    /// Records the end of a turn. If the turn has ended `before` with less usage, only the rest is
+    /// added. Returns whether its session exists.
+    pub(crate) fn turn(
+        &mut self,
+        turn: &SessionTurn,
+        before: Option<TurnUsage>,
+        now_ms: u64,
+    ) -> bool {
+        let usage = turn.usage.bounded();
+        let rest = usage.without(&before.unwrap_or_default().bounded());
+        let turns = u32::from(before.is_none());
         let mut root = None;
         self.change(turn.session, now_ms, |session| {
-            session.turns = session.turns.saturating_add(1);
+            session.turns = session.turns.saturating_add(turns);
             session.tokens = usage.tokens();
-            session.usage.add(&usage);
+            session.usage.add(&rest);
             root = Some(session.root);
         });
         let Some((root, mut tree)) = root.and_then(|root| Some((root, *self.trees.get(&root)?)))
         else {
             return false;
         };
-        tree.turns = tree.turns.saturating_add(1);
-        tree.usage.add(&usage);
+        tree.turns = tree.turns.saturating_add(turns.into());
+        tree.usage.add(&rest);
         self.set_tree(root, Some(tree));
         true
     }

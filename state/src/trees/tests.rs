@@ -206,7 +206,7 @@ fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
             }
             Step::Turn(key, tokens) => {
                 let (session, usage) = (name(key), usage(tokens));
-                session.map(|session| table.turn(&SessionTurn { session, usage }, now_ms));
+                session.map(|session| table.turn(&SessionTurn { session, usage }, None, now_ms));
                 model.turn(key, &usage, now_ms);
             }
             Step::End(key) => {
@@ -337,7 +337,7 @@ fn a_great_tree_ends_over_several_commands_and_its_figures_at_once() {
         session: SessionRef::Key(AgentSessionKey(7)),
         usage: usage(5),
     };
-    table.turn(&turn, 2);
+    table.turn(&turn, None, 2);
     assert!(table.end_tree(AgentSessionKey(0)));
     let tree = table.trees.get(&AgentSessionKey(0)).expect("it has more");
     let figures = (tree.sessions, tree.turns, tree.usage);
@@ -371,8 +371,8 @@ fn a_late_turn_does_not_count_for_the_session_in_its_place() {
         session: SessionRef::Place(place),
         usage: usage(5),
     };
-    assert!(!table.turn(&turn(first), 1));
-    assert!(table.turn(&turn(second), 1));
+    assert!(!table.turn(&turn(first), None, 1));
+    assert!(table.turn(&turn(second), None, 1));
 }
 
 #[test]

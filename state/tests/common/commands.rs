@@ -15,7 +15,7 @@ use state::command::{
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{
     AgentSessionKey, AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId,
-    SessionId, Slot, UserKey,
+    SessionId, Slot, StreamCarrier, StreamId, UserKey,
 };
 use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
 use state::policy::PolicyConfig;
@@ -23,6 +23,7 @@ use state::prefix::user_key;
 use state::quotas::UserLimits;
 use state::ratios::TextSample;
 use state::service::ServiceSample;
+use state::streams::{CarriedStream, StreamCharge};
 use state::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 use super::common::{self, block, chain, spec};
@@ -119,8 +120,40 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     prop_oneof![
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
         1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 1 => block_size(), 6 => kv(),
-        6 => session(),
+        6 => session(), 4 => stream(),
     ]
+}
+
+/// Generates a charge of a resumable stream, which any request may carry or take over.
+fn stream() -> impl Strategy<Value = Item> {
+    let carried = (0_u64..4, 0_u64..3).prop_map(|(stream, carrier)| CarriedStream {
+        stream: StreamId(stream),
+        carrier: StreamCarrier(carrier),
+    });
+    let flags = (any::<bool>(), any::<bool>());
+    let turn = prop::option::of((0_u64..8, count()));
+    (carried, charge(), flags, turn).prop_filter_map(
+        "a charge",
+        |(carried, item, (takes_over, is_closed), turn)| {
+            let Item::Charge(charge) = item else {
+                return None;
+            };
+            let turn = turn.map(|(key, output)| SessionTurn {
+                session: SessionRef::Key(AgentSessionKey(key)),
+                usage: TurnUsage {
+                    output,
+                    ..TurnUsage::default()
+                },
+            });
+            Some(Item::ChargeStream(Box::new(StreamCharge {
+                carried,
+                takes_over,
+                is_closed,
+                charge,
+                turn,
+            })))
+        },
+    )
 }
 
 /// Generates an item about a session of an agent. Its handle may name any session or none.

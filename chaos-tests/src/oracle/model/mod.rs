@@ -21,8 +21,11 @@ use std::collections::BTreeMap;
 use state::admission::{AdmissionSettings, ChargeInput, Order};
 use state::command::{Charge, Command, Envelope, Founding, Item, LeaseOutcome, Rejection, Reply};
 use state::discovery::DiscoveryChange;
-use state::ids::{ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, UserKey};
+use state::ids::{
+    ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, StreamCarrier, UserKey,
+};
 use state::keys::SecretHash;
+use state::streams::{STREAM_IDLE_MS, StreamCharge, StreamKey};
 use state::users::FairnessSettings;
 
 use super::register::{RegisterKey, Registers};
@@ -59,6 +62,8 @@ pub struct ReferenceModel {
     pub texts: ModelTexts,
     /// Number of priced tokens that each replica charged each user in advance and has not settled.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
+    /// Carriers of resumable streams, and the times of their last charges.
+    pub carriers: BTreeMap<StreamKey, (StreamCarrier, u64)>,
     /// Whether the settings ever allowed advances for other than prompts.
     pub charges_otherwise: bool,
     prices: FairnessSettings,
@@ -101,6 +106,8 @@ impl ReferenceModel {
             Dedup::Fresh => {}
         }
         self.time.pass(envelope.proposed_at_ms);
+        let now_ms = self.time.now_ms;
+        (self.carriers).retain(|_, (_, used_ms)| used_ms.saturating_add(STREAM_IDLE_MS) > now_ms);
         self.users.stamp_ms = envelope.proposed_at_ms;
         self.sessions.took(&envelope.origin, index);
         CommandEffect::Done(self.run(envelope))
@@ -159,7 +166,11 @@ impl ReferenceModel {
             Command::RotateKey { id, secret, .. } => self.rotate(id, *secret),
             Command::ConfigureUser { name, settings } => self.users.configure(name, settings),
             Command::PutUserDefaults(defaults) => self.users.set_defaults(defaults),
-            Command::DeleteUser { name } => self.users.delete(name),
+            Command::DeleteUser { name } => {
+                let key = self.users.key(name);
+                self.carriers.retain(|stream, _| stream.user != key);
+                self.users.delete(name);
+            }
             // Simulated engines have one rank.
             Command::SetRanks { .. } => {}
             // Sessions decide nothing that the model follows.
@@ -251,6 +262,7 @@ impl ReferenceModel {
                     self.unfollow(sample.backend);
                 }
             }
+            Item::ChargeStream(charge) => self.charge_stream(replica, charge),
             Item::ObserveOutputs { .. }
             | Item::BeginSession(_)
             | Item::MoveSession { .. }
@@ -308,6 +320,34 @@ impl ReferenceModel {
     fn charge(&mut self, replica: ReplicaId, charge: &Charge) {
         let due = price(&self.prices, self.charged_input, charge);
         self.users.charge(replica, charge, due);
+    }
+
+    /// Charges a user for a resumable stream. Of a carrier that has lost the stream, only requests
+    /// count that started or ended.
+    fn charge_stream(&mut self, replica: ReplicaId, item: &StreamCharge) {
+        let (key, carrier) = (item.key(), item.carried.carrier);
+        let present = self.carriers.get(&key).map(|(carrier, _)| *carrier);
+        let is_void = !item.takes_over && present.is_some_and(|present| present != carrier);
+        let charge = match is_void {
+            false => item.charge,
+            true => Charge {
+                user: item.charge.user,
+                started: item.charge.started,
+                ended: item.charge.ended,
+                ..Charge::default()
+            },
+        };
+        if !is_void {
+            self.carriers.insert(key, (carrier, self.time.now_ms));
+        }
+        let has_usage = charge
+            != Charge {
+                user: charge.user,
+                ..Charge::default()
+            };
+        if has_usage {
+            self.charge(replica, &charge);
+        }
     }
 
     /// Closes what a replica's session left open: leases, requests in flight and waiting ones.

@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
 //! any other value, so that a later version can give them a meaning.
@@ -27,9 +27,12 @@ use bincode::{Decode, Encode};
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use super::kv;
 use crate::command::{Charge, Item, LeaseOutcome};
-use crate::ids::{AgentSessionKey, BackendRef, BlockHash, ModelKey, UserKey};
+use crate::ids::{
+    AgentSessionKey, BackendRef, BlockHash, ModelKey, StreamCarrier, StreamId, UserKey,
+};
 use crate::ratios::TextSample;
 use crate::service::BeliefSample;
+use crate::streams::{CarriedStream, StreamCharge};
 use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 const ACQUIRE: u8 = 0;
@@ -53,6 +56,7 @@ mod rare {
     pub(super) const MOVE_SESSION: u8 = 7;
     pub(super) const END_TURN: u8 = 8;
     pub(super) const END_SESSION: u8 = 9;
+    pub(super) const CHARGE_STREAM: u8 = 10;
 }
 
 const KIND_BITS: u32 = 3;
@@ -131,6 +135,7 @@ impl Encode for Item {
                 put_rare(encoder, rare::END_SESSION)?;
                 put_session(encoder, *session)
             }
+            Self::ChargeStream(charge) => put_stream_charge(encoder, charge),
         }
     }
 }
@@ -186,7 +191,7 @@ impl<C> Decode<C> for Item {
                     name: String::decode(decoder)?,
                 })
             }
-            CHARGE => get_charge(decoder, u16::from(tag >> KIND_BITS)),
+            CHARGE => get_charge(decoder, tag).map(Self::Charge),
             OBSERVE_ENGINE if tag == OBSERVE_ENGINE => {
                 let backend = get_backend(decoder)?;
                 Ok(Self::ObserveEngine {
@@ -227,7 +232,7 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             model: get_model(decoder)?,
             tokens: Decode::decode(decoder)?,
         }),
-        rare::CHARGE => get_long_charge(decoder),
+        rare::CHARGE => get_charge(decoder, tag).map(Item::Charge),
         rare::TEXT => Ok(Item::ObserveText(TextSample {
             model: get_model(decoder)?,
             bytes: get(decoder)?,
@@ -251,6 +256,10 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
         }),
         rare::END_TURN => get_turn(decoder).map(Item::EndTurn),
         rare::END_SESSION => get_session(decoder).map(Item::EndSession),
+        rare::CHARGE_STREAM => {
+            let charge = get_stream_charge(decoder)?;
+            Ok(Item::ChargeStream(Box::new(charge)))
+        }
         _ => Err(no_item(tag)),
     }
 }
@@ -294,6 +303,10 @@ fn get_session<D: Decoder>(decoder: &mut D) -> Result<SessionRef, DecodeError> {
 
 fn put_turn<E: Encoder>(encoder: &mut E, turn: &SessionTurn) -> Result<(), EncodeError> {
     put_rare(encoder, rare::END_TURN)?;
+    put_turn_fields(encoder, turn)
+}
+
+fn put_turn_fields<E: Encoder>(encoder: &mut E, turn: &SessionTurn) -> Result<(), EncodeError> {
     put_session(encoder, turn.session)?;
     let usage = &turn.usage;
     for count in [usage.input_uncached, usage.input_cached, usage.output] {
@@ -309,6 +322,57 @@ fn get_turn<D: Decoder>(decoder: &mut D) -> Result<SessionTurn, DecodeError> {
             input_uncached: get(decoder)?,
             input_cached: get(decoder)?,
             output: get(decoder)?,
+        },
+    })
+}
+
+/// Flags of a stream's charge.
+mod stream_flags {
+    pub(super) const TAKES_OVER: u8 = 1;
+    pub(super) const IS_CLOSED: u8 = 2;
+    pub(super) const HAS_TURN: u8 = 4;
+}
+
+/// Encodes the charge of a stream: flags, stream and carrier, the charge as an item of its own, and
+/// the turn, if any.
+fn put_stream_charge<E: Encoder>(encoder: &mut E, item: &StreamCharge) -> Result<(), EncodeError> {
+    put_rare(encoder, rare::CHARGE_STREAM)?;
+    let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
+    let flags = flag(item.takes_over, stream_flags::TAKES_OVER)
+        | flag(item.is_closed, stream_flags::IS_CLOSED)
+        | flag(item.turn.is_some(), stream_flags::HAS_TURN);
+    put_byte(encoder, flags)?;
+    item.carried.stream.encode(encoder)?;
+    item.carried.carrier.encode(encoder)?;
+    put_charge(encoder, &item.charge)?;
+    match &item.turn {
+        Some(turn) => put_turn_fields(encoder, turn),
+        None => Ok(()),
+    }
+}
+
+fn get_stream_charge<D: Decoder>(decoder: &mut D) -> Result<StreamCharge, DecodeError> {
+    let flags = get_byte(decoder)?;
+    if flags > stream_flags::TAKES_OVER | stream_flags::IS_CLOSED | stream_flags::HAS_TURN {
+        return Err(no_item(flags));
+    }
+    let carried = CarriedStream {
+        stream: StreamId::decode(decoder)?,
+        carrier: StreamCarrier::decode(decoder)?,
+    };
+    let tag = get_byte(decoder)?;
+    let is_charge = tag & (FLAG - 1) == CHARGE || tag == RARE | (rare::CHARGE << KIND_BITS);
+    if !is_charge {
+        return Err(no_item(tag));
+    }
+    Ok(StreamCharge {
+        carried,
+        takes_over: flags & stream_flags::TAKES_OVER != 0,
+        is_closed: flags & stream_flags::IS_CLOSED != 0,
+        charge: get_charge(decoder, tag)?,
+        turn: match flags & stream_flags::HAS_TURN {
+            0 => None,
+            _ => Some(get_turn(decoder)?),
         },
     })
 }
@@ -388,17 +452,17 @@ fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), Encode
     Ok(())
 }
 
-fn get_long_charge<D: Decoder>(decoder: &mut D) -> Result<Item, DecodeError> {
-    let present = get(decoder)?;
-    if present >> COUNTS_SHORT == 0 || present >> 9 != 0 {
-        return Err(DecodeError::OtherString(format!(
-            "no charge has the counts {present:#b}"
-        )));
+/// Decodes a charge behind its tag, which has the counts or says that they follow.
+fn get_charge<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Charge, DecodeError> {
+    let mut present = u64::from(tag >> KIND_BITS);
+    if tag & (FLAG - 1) == RARE {
+        present = get(decoder)?;
+        if present >> COUNTS_SHORT == 0 || present >> 9 != 0 {
+            return Err(DecodeError::OtherString(format!(
+                "no charge has the counts {present:#b}"
+            )));
+        }
     }
-    get_charge(decoder, narrow(present)?)
-}
-
-fn get_charge<D: Decoder>(decoder: &mut D, present: u16) -> Result<Item, DecodeError> {
     let user = get_user(decoder)?;
     let mut counts = [0_u64; 9];
     for (place, count) in counts.iter_mut().enumerate() {
@@ -408,7 +472,7 @@ fn get_charge<D: Decoder>(decoder: &mut D, present: u16) -> Result<Item, DecodeE
     }
     let [input_uncached, input_cached, output, rest @ ..] = counts;
     let [started, ended, queued, dequeued, advance, settled] = rest;
-    Ok(Item::Charge(Charge {
+    Ok(Charge {
         user,
         input_uncached,
         input_cached,
@@ -419,7 +483,7 @@ fn get_charge<D: Decoder>(decoder: &mut D, present: u16) -> Result<Item, DecodeE
         dequeued: narrow(dequeued)?,
         advance,
         settled,
-    }))
+    })
 }
 
 fn get_user<D: Decoder>(decoder: &mut D) -> Result<UserKey, DecodeError> {

@@ -376,6 +376,8 @@ fn items_encode_to_golden_bytes() {
         3f80d4610101
         470abc05e0c508bc03
         4f000900000000000000
+        5707bc0a000000000000ef0d000000000000178402efbe000000000000bc0314000900000000000000000000
+        5700bc0a000000000000ef0d00000000000024efbe00000000000020
     "#]].assert_eq(&golden);
     let batch = Command::Batch {
         base_attempt: AttemptId(1),

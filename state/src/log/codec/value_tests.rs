@@ -5,8 +5,11 @@ use expect_test::expect;
 use super::tests::{envelope, hex};
 use super::*;
 use crate::command::{Command, Lane, Reply};
-use crate::ids::{AgentSessionKey, BackendRef, Incarnation, ModelKey, Slot, UserKey};
+use crate::ids::{
+    AgentSessionKey, BackendRef, Incarnation, ModelKey, Slot, StreamCarrier, StreamId, UserKey,
+};
 use crate::policy::PolicyConfig;
+use crate::streams::{CarriedStream, StreamCharge};
 use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
 
 /// Lists the bytes of each policy by name, to show whether the settings of a policy have changed or
@@ -60,7 +63,17 @@ fn nested_repeats_cannot_exhaust_the_stack() {
     assert_eq!(decode_reply(&encode_reply(&nested)).unwrap(), flat);
 }
 
-/// Returns an item of each kind about agents' sessions.
+fn stream_charge(output: u64, settled: u64) -> StreamCharge {
+    let carried = CarriedStream {
+        stream: StreamId(0xabc),
+        carrier: StreamCarrier(0xdef),
+    };
+    let mut charge = StreamCharge::empty(UserKey(0xbeef), carried);
+    (charge.charge.output, charge.charge.settled) = (output, settled);
+    charge
+}
+
+/// Returns items of each kind about agents' sessions, and about resumable streams.
 pub(super) fn session_items() -> Vec<Item> {
     let backend = |slot, incarnation| BackendRef {
         slot: Slot(slot),
@@ -87,5 +100,15 @@ pub(super) fn session_items() -> Vec<Item> {
             },
         }),
         Item::EndSession(SessionRef::Key(AgentSessionKey(9))),
+        Item::ChargeStream(Box::new(StreamCharge {
+            takes_over: true,
+            is_closed: true,
+            turn: Some(SessionTurn {
+                session: SessionRef::Key(AgentSessionKey(9)),
+                usage: TurnUsage::default(),
+            }),
+            ..stream_charge(444, 20)
+        })),
+        Item::ChargeStream(Box::new(stream_charge(32, 0))),
     ]
 }

@@ -29,6 +29,7 @@ use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::kv_events::FollowedImage;
 use crate::ownership::FrozenOwnership;
+use crate::streams::StreamsView;
 use crate::trees::TreesImage;
 use crate::users::UsersImage;
 
@@ -52,6 +53,7 @@ pub struct FrozenState {
     keys: KeysImage,
     revoked: RevokedKeys,
     trees: TreesImage,
+    streams: StreamsView,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -106,6 +108,9 @@ impl FrozenState {
         if let Some(endings) = self.trees.endings() {
             write_section(out, tag::TREE_ENDINGS, &endings)?;
         }
+        for piece in self.streams.pieces() {
+            write_section(out, tag::STREAMS, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -135,6 +140,7 @@ impl RouterState {
             keys: self.keys.freeze(),
             revoked: self.keys.revoked().clone(),
             trees: self.trees.freeze(),
+            streams: self.streams.published(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
@@ -221,6 +227,8 @@ impl RouterState {
         self.view.publish_ratios(self.ratios.view());
         self.trees.replaced();
         self.publish_trees();
+        self.streams.replaced();
+        self.publish_streams();
         self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
         Ok(())
@@ -291,6 +299,7 @@ impl RouterState {
             tag::TREES => self.trees.restore_trees(payload)?,
             tag::TREE_SESSIONS => self.trees.restore_sessions(payload)?,
             tag::TREE_ENDINGS => self.trees.restore_endings(payload)?,
+            tag::STREAMS => self.streams.restore_piece(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             _ => return Err(format!("no section has the tag {tag}")),
         }

@@ -24,4 +24,5 @@ pub(super) const RESTORE: u8 = 21;
 pub(super) const TREES: u8 = 22;
 pub(super) const TREE_SESSIONS: u8 = 23;
 pub(super) const TREE_ENDINGS: u8 = 24;
+pub(super) const STREAMS: u8 = 25;
 pub(super) const END: u8 = 255;
