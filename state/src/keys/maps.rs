@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{ApiKey, SecretHash};
-use crate::cow::{CowMap, ShardKey};
+use crate::cow::{CowMap, PathKey};
 use crate::ids::ApiKeyId;
 
 /// Map from ids to keys.
@@ -11,19 +11,16 @@ pub(super) type KeysById = CowMap<ApiKeyId, Arc<ApiKey>>;
 /// Map from the current and former secrets to the ids of their keys.
 pub(super) type KeysBySecret = CowMap<SecretHash, ApiKeyId>;
 
-impl ShardKey for ApiKeyId {
-    const BRANCHES: usize = 16;
-
-    // The highest bits select the shard, so that shard order is key order. Ids are random.
-    fn shard(&self) -> usize {
-        (self.0 >> 54) as usize
+impl PathKey for ApiKeyId {
+    // Ids are random.
+    fn path(&self) -> u64 {
+        self.0
     }
 }
 
-impl ShardKey for SecretHash {
-    const BRANCHES: usize = 16;
-
-    fn shard(&self) -> usize {
-        usize::from(u16::from_be_bytes([self.0[0], self.0[1]]) >> 6)
+impl PathKey for SecretHash {
+    fn path(&self) -> u64 {
+        let (first, _) = self.0.split_first_chunk().expect("a hash has 32 bytes");
+        u64::from_be_bytes(*first)
     }
 }

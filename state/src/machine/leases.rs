@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
+use crate::cow::{CowMap, PathKey};
 use crate::encoding;
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
 use crate::ownership::Lease;
@@ -24,13 +24,10 @@ pub(super) struct Holder {
     pub(super) attempt: AttemptId,
 }
 
-impl ShardKey for Holder {
-    const BRANCHES: usize = 16;
-
-    // Attempt ids ascend, so attempts that are open together have nearby ids. Runs of 64 share a
-    // shard, so after a freeze one batch copies few shards.
-    fn shard(&self) -> usize {
-        (self.attempt.0 >> 6) as usize % (Self::BRANCHES * SHARDS_PER_BRANCH)
+impl PathKey for Holder {
+    // Attempt ids ascend, so attempts that are open together differ in their lowest bits.
+    fn path(&self) -> u64 {
+        self.attempt.0.reverse_bits()
     }
 }
 

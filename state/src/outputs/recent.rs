@@ -13,7 +13,7 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::{OUTPUT_TOKENS_MAX, PAIRS_MAX};
-use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
+use crate::cow::{CowMap, PathKey};
 use crate::encoding;
 use crate::ids::{ModelKey, UserKey};
 
@@ -26,14 +26,10 @@ struct Pair {
     model: ModelKey,
 }
 
-impl ShardKey for Pair {
-    const BRANCHES: usize = 16;
-
-    fn shard(&self) -> usize {
-        // Keys are hashes, so any of their bits are uniform.
-        let shards = (Self::BRANCHES * SHARDS_PER_BRANCH) as u64;
-        usize::try_from((self.user.0 ^ self.model.0) % shards)
-            .expect("a remainder by the number of shards is a shard")
+impl PathKey for Pair {
+    // Keys are hashes, so any of their bits are uniform.
+    fn path(&self) -> u64 {
+        self.user.0 ^ self.model.0
     }
 }
 

@@ -1,7 +1,7 @@
 //! Maps of sessions and trees, which the table changes and readers share.
 
 use super::{AgentSession, SessionTree};
-use crate::cow::{CowMap, ShardKey};
+use crate::cow::{CowMap, PathKey};
 use crate::ids::AgentSessionKey;
 
 pub(super) type SessionMap = CowMap<AgentSessionKey, AgentSession>;
@@ -18,11 +18,9 @@ pub(super) fn root_of(
     known(key).or_else(by_parent).unwrap_or(key)
 }
 
-impl ShardKey for AgentSessionKey {
-    const BRANCHES: usize = 256;
-
-    // Shards by the highest bits, so that shard order is key order. Keys are hashes, hence uniform.
-    fn shard(&self) -> usize {
-        (self.0 >> 50) as usize
+impl PathKey for AgentSessionKey {
+    // Keys are hashes, hence uniform.
+    fn path(&self) -> u64 {
+        self.0
     }
 }
