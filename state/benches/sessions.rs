@@ -34,8 +34,8 @@ fn key(number: u64) -> AgentSessionKey {
 }
 
 impl Driver {
-    /// Creates a state with a full table of one user, whose sessions are of as many trees.
-    fn full(trees: u64) -> Self {
+    /// Creates a state with sessions of one user, which are of as many trees.
+    fn new(sessions: u64, trees: u64) -> Self {
         let mut driver = Self {
             state: RouterState::new(),
             seq: 0,
@@ -46,7 +46,7 @@ impl Driver {
             key: user_key(1, USER),
             name: USER.to_owned(),
         }]);
-        for first in (0..SESSIONS).step_by(PER_BATCH as usize) {
+        for first in (0..sessions).step_by(PER_BATCH as usize) {
             let begin = |number: u64| {
                 Item::BeginSession(NewSession {
                     key: key(number),
@@ -59,9 +59,13 @@ impl Driver {
                     },
                 })
             };
-            driver.batch((first..first + PER_BATCH).map(begin).collect());
+            driver.batch(
+                (first..sessions.min(first + PER_BATCH))
+                    .map(begin)
+                    .collect(),
+            );
         }
-        assert_eq!(driver.sessions(), SESSIONS_MAX);
+        assert_eq!(driver.sessions() as u64, sessions);
         driver
     }
 
@@ -95,30 +99,49 @@ impl Driver {
     }
 }
 
+fn turn(number: u64) -> Item {
+    Item::EndTurn(SessionTurn {
+        session: SessionRef::Key(key(number)),
+        usage: TurnUsage {
+            input_uncached: 700,
+            input_cached: 16_000,
+            output: 444,
+        },
+    })
+}
+
 fn turns(out: &mut impl Write) -> io::Result<()> {
     const BATCHES: u64 = 2_000;
-    let mut driver = Driver::full(SESSIONS);
-    let turn = |number: u64| {
-        Item::EndTurn(SessionTurn {
-            session: SessionRef::Key(key(number * 7919 % SESSIONS)),
-            usage: TurnUsage {
-                input_uncached: 700,
-                input_cached: 16_000,
-                output: 444,
-            },
-        })
-    };
+    let mut driver = Driver::new(SESSIONS, SESSIONS);
     let mut sum = Duration::ZERO;
     for batch in 0..BATCHES {
-        let first = batch * PER_BATCH;
-        sum += driver.batch((first..first + PER_BATCH).map(turn).collect());
+        let numbers = batch * PER_BATCH..(batch + 1) * PER_BATCH;
+        sum += driver.batch(numbers.map(|it| turn(it * 7919 % SESSIONS)).collect());
     }
     let each = sum.as_nanos() / u128::from(BATCHES * PER_BATCH);
     writeln!(out, "turn in a full table: {each} ns")
 }
 
+#[inline(never)]
+/// Measures commands with one turn of a few sessions, and without: the requests of a calm cluster.
+fn single_turns(out: &mut impl Write) -> io::Result<()> {
+    const COMMANDS: u64 = 20_000;
+    const FEW: u64 = 16;
+    let mut driver = Driver::new(FEW, FEW);
+    let (mut with, mut without) = (Duration::ZERO, Duration::ZERO);
+    for number in 0..COMMANDS {
+        without += driver.batch(Vec::new());
+        with += driver.batch(vec![turn(number % FEW)]);
+    }
+    let [with, without] = [with, without].map(|it| it.as_nanos() / u128::from(COMMANDS));
+    writeln!(
+        out,
+        "command with one turn: {with} ns, without: {without} ns"
+    )
+}
+
 fn ending(out: &mut impl Write, trees: u64, command: Command) -> io::Result<()> {
-    let mut driver = Driver::full(trees);
+    let mut driver = Driver::new(SESSIONS, trees);
     let name = format!("{command:?}");
     let mut times = vec![driver.apply(command)];
     while driver.sessions() > 0 {
@@ -134,6 +157,7 @@ fn ending(out: &mut impl Write, trees: u64, command: Command) -> io::Result<()> 
 
 fn main() -> io::Result<()> {
     let out = &mut io::stdout().lock();
+    single_turns(out)?;
     turns(out)?;
     ending(out, 1, Command::EndTree { root: key(0) })?;
     let name = USER.to_owned();

@@ -64,7 +64,7 @@ impl Trees {
             if tree.sessions == 0 || self.trees.get(&root).is_some() {
                 return Err(format!("tree {root} is empty or stands twice"));
             }
-            self.set_tree(root, Some(tree));
+            self.add_tree(root, tree);
         }
         Ok(())
     }

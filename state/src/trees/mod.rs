@@ -7,9 +7,10 @@
 //! begins after its children, or is forgotten and begins again, its tree is another one.
 //!
 //! The log carries little: one item when a session begins or changes its home, and one of about ten
-//! bytes per turn. Sessions that idle for [`SESSION_IDLE_MS`] end in `apply`. If there are
-//! [`SESSIONS_MAX`], one makes room for another: the one idle for longest, or if a user holds a
-//! sixteenth of them or more, that of the user who holds the most. A tree ends with its last session.
+//! bytes per turn. Sessions that idle for [`SESSION_IDLE_MS`] end in `apply`, within a minute after. If
+//! there are [`SESSIONS_MAX`], one makes room for another: the one idle for longest, to the minute, or
+//! if a user holds a sixteenth of them or more, that of the user who holds the most. A tree ends with
+//! its last session.
 //! Ending a tree or user ends a bounded number of sessions per command, from that command on.
 //!
 //! Names are hashed together with their user, so a client can only name sessions of its own user.

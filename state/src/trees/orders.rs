@@ -5,12 +5,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::AgentSession;
 use crate::ids::{AgentSessionKey, UserKey};
 
+/// Length of the periods to which orders round the last use of sessions, in milliseconds. Most turns
+/// leave their session in its period, and so in its place.
+const PERIOD_MS: u64 = 60_000;
+
 /// The sessions in the orders in which they are searched.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionOrders {
-    /// All sessions by `(used_ms, key)`.
+    /// All sessions by the period of their last use, then by key.
     by_use: BTreeSet<(u64, AgentSessionKey)>,
-    /// Those of each user by `(used_ms, key)`.
+    /// Those of each user in the same order.
     by_user: BTreeSet<(UserKey, u64, AgentSessionKey)>,
     /// Those of each tree by key.
     by_tree: BTreeSet<(AgentSessionKey, AgentSessionKey)>,
@@ -40,15 +44,17 @@ impl SessionOrders {
         before: &AgentSession,
         after: &AgentSession,
     ) {
-        if before.used_ms != after.used_ms {
+        if period(before) != period(after) {
             self.unused(key, before);
             self.used(key, after);
         }
     }
 
-    /// Returns the session that was idle for longest, with its last use.
+    /// Returns the session that was idle for longest, to the period. Its last use lies before the
+    /// returned time.
     pub(super) fn idlest(&self) -> Option<(u64, AgentSessionKey)> {
-        self.by_use.first().copied()
+        let (period, key) = self.by_use.first()?;
+        Some((period.saturating_add(1).saturating_mul(PERIOD_MS), *key))
     }
 
     /// Returns the user with the most sessions, with their number.
@@ -56,7 +62,8 @@ impl SessionOrders {
         self.by_held.last().copied()
     }
 
-    /// Iterates over the sessions of a user, the one that was idle for longest first.
+    /// Iterates over the sessions of a user, the one that was idle for longest first, to the
+    /// period.
     pub(super) fn of_user(&self, user: UserKey) -> impl Iterator<Item = AgentSessionKey> {
         let from = self.by_user.range((user, 0, AgentSessionKey(0))..);
         from.take_while(move |it| it.0 == user).map(|it| it.2)
@@ -69,13 +76,13 @@ impl SessionOrders {
     }
 
     fn used(&mut self, key: AgentSessionKey, session: &AgentSession) {
-        self.by_use.insert((session.used_ms, key));
-        self.by_user.insert((session.user, session.used_ms, key));
+        self.by_use.insert((period(session), key));
+        self.by_user.insert((session.user, period(session), key));
     }
 
     fn unused(&mut self, key: AgentSessionKey, session: &AgentSession) {
-        self.by_use.remove(&(session.used_ms, key));
-        self.by_user.remove(&(session.user, session.used_ms, key));
+        self.by_use.remove(&(period(session), key));
+        self.by_user.remove(&(session.user, period(session), key));
     }
 
     fn hold(&mut self, user: UserKey, change: impl FnOnce(usize) -> usize) {
@@ -87,4 +94,8 @@ impl SessionOrders {
             self.by_held.insert((after, user));
         }
     }
+}
+
+fn period(session: &AgentSession) -> u64 {
+    session.used_ms / PERIOD_MS
 }

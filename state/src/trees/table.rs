@@ -12,7 +12,6 @@ use super::{
     AgentSession, NewSession, SESSION_IDLE_MS, SESSIONS_MAX, SessionPlace, SessionRef, SessionTree,
     SessionTurn, TurnUsage,
 };
-use crate::encoding;
 use crate::ids::{AgentSessionKey, BackendRef, UserKey};
 
 /// Maximum number of idle sessions that one command ends, so that none takes long.
@@ -60,22 +59,12 @@ pub(crate) struct Trees {
     digest: u128,
     bounds: TreesBounds,
     is_changed: bool,
-    /// Buffer for hashing.
-    scratch: Vec<u8>,
 }
 
 impl Default for Trees {
     fn default() -> Self {
         Self::with_bounds(TreesBounds::PRODUCT)
     }
-}
-
-/// Kinds of parts, which their hashes distinguish.
-#[derive(Clone, Copy)]
-enum Part {
-    Session,
-    Tree,
-    Ending,
 }
 
 impl Trees {
@@ -90,7 +79,6 @@ impl Trees {
             digest: 0,
             bounds,
             is_changed: false,
-            scratch: Vec::new(),
         }
     }
 
@@ -124,26 +112,30 @@ impl Trees {
             usage: TurnUsage::default(),
         };
         self.insert(new.key, session);
+        if self.change_tree(root, |tree| tree.sessions += 1) {
+            return;
+        }
         // A tree whose only session has made room goes on.
-        let ended = before.map(|tree| SessionTree {
-            sessions: 0,
-            ..tree
-        });
-        let known = self.trees.get(&root).copied().or(ended);
-        let tree = known.unwrap_or(SessionTree {
+        let tree = before.unwrap_or(SessionTree {
             user: new.user,
-            sessions: 0,
+            sessions: 1,
             begun_ms: now_ms,
             turns: 0,
             usage: TurnUsage::default(),
         });
-        let sessions = tree.sessions + 1;
-        self.set_tree(root, Some(SessionTree { sessions, ..tree }));
+        self.add_tree(
+            root,
+            SessionTree {
+                sessions: 1,
+                ..tree
+            },
+        );
     }
 
     /// Records that a turn of a session went to `home`. Returns whether the session exists.
     pub(crate) fn relocate(&mut self, session: SessionRef, home: BackendRef, now_ms: u64) -> bool {
-        self.change(session, now_ms, |session| session.home = home)
+        let moved = self.change(session, now_ms, |session| session.home = home);
+        moved.is_some()
     }
 
     /// Records the end of a turn. If the turn has ended `before` with less usage, only the rest is
@@ -157,20 +149,18 @@ impl Trees {
         let usage = turn.usage.bounded();
         let rest = usage.without(&before.unwrap_or_default().bounded());
         let turns = u32::from(before.is_none());
-        let mut root = None;
-        self.change(turn.session, now_ms, |session| {
+        let changed = self.change(turn.session, now_ms, |session| {
             session.turns = session.turns.saturating_add(turns);
             session.tokens = usage.tokens();
             session.usage.add(&rest);
-            root = Some(session.root);
         });
-        let Some((root, mut tree)) = root.and_then(|root| Some((root, *self.trees.get(&root)?)))
-        else {
+        let Some(session) = changed else {
             return false;
         };
-        tree.turns = tree.turns.saturating_add(turns.into());
-        tree.usage.add(&rest);
-        self.set_tree(root, Some(tree));
+        self.change_tree(session.root, |tree| {
+            tree.turns = tree.turns.saturating_add(turns.into());
+            tree.usage.add(&rest);
+        });
         true
     }
 
@@ -183,33 +173,35 @@ impl Trees {
     /// Ends a tree: forgets its figures at once, and its sessions in this and the next commands.
     /// Returns whether it existed.
     pub(crate) fn end_tree(&mut self, root: AgentSessionKey) -> bool {
-        let Some(tree) = self.trees.get(&root).copied() else {
-            return false;
-        };
-        let forgotten = SessionTree {
-            turns: 0,
-            usage: TurnUsage::default(),
-            ..tree
-        };
-        self.set_tree(root, Some(forgotten));
-        self.end_some(Ending::Tree(root));
-        true
+        let exists = self.change_tree(root, |tree| {
+            tree.turns = 0;
+            tree.usage = TurnUsage::default();
+        });
+        if exists {
+            self.end_some(Ending::Tree(root), self.bounds.ends);
+        }
+        exists
     }
 
     /// Ends the sessions of a user that is deleted, in this and the next commands.
     pub(crate) fn forget_user(&mut self, user: UserKey) {
-        self.end_some(Ending::User(user));
+        self.end_some(Ending::User(user), self.bounds.ends);
     }
 
-    /// Goes on to end a tree or user, and ends sessions that idled for too long; a bounded number of
-    /// each.
+    /// Goes on to end trees and users, which share the bound on sessions that one command ends, and
+    /// ends a bounded number of sessions that idled for too long.
     pub(crate) fn forget_some(&mut self, now_ms: u64) {
-        if let Some(ending) = self.endings.first().copied() {
-            self.end_some(ending);
+        if !self.endings.is_empty() {
+            let most = self.bounds.ends;
+            let endings: Vec<Ending> = self.endings.iter().copied().take(most).collect();
+            let each = most / endings.len();
+            for ending in endings {
+                self.end_some(ending, each);
+            }
         }
         for _ in 0..IDLE_ENDS_PER_COMMAND {
             match self.orders.idlest() {
-                Some((used_ms, key)) if used_ms.saturating_add(SESSION_IDLE_MS) <= now_ms => {
+                Some((until_ms, key)) if until_ms.saturating_add(SESSION_IDLE_MS) <= now_ms => {
                     self.end(key);
                 }
                 _ => return,
@@ -217,9 +209,8 @@ impl Trees {
         }
     }
 
-    /// Ends sessions of a tree or user, a bounded number, and notes whether there are more.
-    fn end_some(&mut self, ending: Ending) {
-        let most = self.bounds.ends;
+    /// Ends at most `most` sessions of a tree or user, and notes whether there are more.
+    fn end_some(&mut self, ending: Ending, most: usize) {
         let mut members: Vec<AgentSessionKey> = match ending {
             Ending::Tree(root) => self.orders.of_tree(root).take(most + 1).collect(),
             Ending::User(user) => self.orders.of_user(user).take(most + 1).collect(),
@@ -238,8 +229,8 @@ impl Trees {
             true => !self.endings.insert(ending),
             false => self.endings.remove(&ending),
         };
-        let hashed = |is_there: bool| is_there.then_some(&ending);
-        self.rehash(Part::Ending, 0, hashed(was_there), hashed(is_there));
+        let hashed = |is_there: bool| is_there.then(|| ending_hash(&ending));
+        self.rehash(hashed(was_there), hashed(is_there));
     }
 
     /// Returns the session that makes room for another one in a full table: the idlest of the user
@@ -324,31 +315,44 @@ impl Trees {
     fn insert(&mut self, key: AgentSessionKey, session: AgentSession) {
         self.places[session.place as usize] = Some(key);
         self.orders.insert(key, &session);
-        self.rehash(Part::Session, key.0, None, Some(&session));
+        self.rehash(None, Some(session_hash(key, &session)));
         self.sessions.insert_new(key, session);
         self.is_changed = true;
     }
 
+    /// Changes a session that is used now, and returns it; `None` if it does not exist.
     fn change(
         &mut self,
         session: SessionRef,
         now_ms: u64,
         change: impl FnOnce(&mut AgentSession),
+    ) -> Option<AgentSession> {
+        let key = self.key_of(session)?;
+        let session = self.sessions.get_mut(&key)?;
+        let before = *session;
+        change(session);
+        session.used_ms = session.used_ms.max(now_ms);
+        let after = *session;
+        self.orders.replace(key, &before, &after);
+        let hash = |it| Some(session_hash(key, it));
+        self.rehash(hash(&before), hash(&after));
+        self.is_changed = true;
+        Some(after)
+    }
+
+    /// Changes a tree in place. Returns whether it exists.
+    fn change_tree(
+        &mut self,
+        root: AgentSessionKey,
+        change: impl FnOnce(&mut SessionTree),
     ) -> bool {
-        let Some((key, before)) = self
-            .key_of(session)
-            .and_then(|key| Some((key, *self.sessions.get(&key)?)))
-        else {
+        let Some(tree) = self.trees.get_mut(&root) else {
             return false;
         };
-        let mut after = before;
-        change(&mut after);
-        after.used_ms = after.used_ms.max(now_ms);
-        self.orders.replace(key, &before, &after);
-        self.rehash(Part::Session, key.0, Some(&before), Some(&after));
-        if let Some(session) = self.sessions.get_mut(&key) {
-            *session = after;
-        }
+        let before = tree_hash(root, tree);
+        change(tree);
+        let after = tree_hash(root, tree);
+        self.rehash(Some(before), Some(after));
         self.is_changed = true;
         true
     }
@@ -357,44 +361,109 @@ impl Trees {
         let Some(session) = self.sessions.remove(&key) else {
             return false;
         };
-        self.rehash(Part::Session, key.0, Some(&session), None);
+        self.rehash(Some(session_hash(key, &session)), None);
         self.orders.remove(key, &session);
         self.places[session.place as usize] = None;
         self.free.insert(session.place);
-        if let Some(tree) = self.trees.get(&session.root).copied() {
-            let sessions = tree.sessions - 1;
-            let left = (sessions > 0).then_some(SessionTree { sessions, ..tree });
-            self.set_tree(session.root, left);
+        let mut left = 0;
+        self.change_tree(session.root, |tree| {
+            tree.sessions -= 1;
+            left = tree.sessions;
+        });
+        if left == 0
+            && let Some(tree) = self.trees.remove(&session.root)
+        {
+            self.rehash(Some(tree_hash(session.root, &tree)), None);
         }
         self.is_changed = true;
         true
     }
 
-    /// Adds, replaces or removes a tree.
-    pub(super) fn set_tree(&mut self, root: AgentSessionKey, tree: Option<SessionTree>) {
-        let before = self.trees.remove(&root);
-        self.rehash(Part::Tree, root.0, before.as_ref(), tree.as_ref());
-        if let Some(tree) = tree {
-            self.trees.insert_new(root, tree);
-        }
+    /// Adds a tree that is not there.
+    pub(super) fn add_tree(&mut self, root: AgentSessionKey, tree: SessionTree) {
+        self.rehash(None, Some(tree_hash(root, &tree)));
+        self.trees.insert_new(root, tree);
         self.is_changed = true;
     }
 
-    /// Replaces a part in the digest.
-    fn rehash<T: bincode::Encode>(
-        &mut self,
-        part: Part,
-        key: u64,
-        before: Option<&T>,
-        after: Option<&T>,
-    ) {
-        let mut hash = |value: &T| {
-            self.scratch.clear();
-            encoding::append_bytes(&(part as u8, key, value), &mut self.scratch);
-            xxh3_128(&self.scratch)
-        };
-        let before = before.map_or(0, &mut hash);
-        let after = after.map_or(0, &mut hash);
-        self.digest = self.digest.wrapping_sub(before).wrapping_add(after);
+    /// Replaces a part in the digest by its hashes, which are `None` where it does not exist.
+    fn rehash(&mut self, before: Option<u128>, after: Option<u128>) {
+        let without = self.digest.wrapping_sub(before.unwrap_or_default());
+        self.digest = without.wrapping_add(after.unwrap_or_default());
     }
+}
+
+/// Returns the hash of a session. Every turn takes two, so its fields are words, without a form that
+/// takes longer.
+fn session_hash(key: AgentSessionKey, session: &AgentSession) -> u128 {
+    let AgentSession {
+        place,
+        parent,
+        root,
+        user,
+        model,
+        home,
+        begun_ms,
+        used_ms,
+        turns,
+        tokens,
+        usage,
+    } = session;
+    // No session is its own parent.
+    let parent_or_own = parent.unwrap_or(key);
+    let [uncached, cached, output] = usage_words(usage);
+    hash_words([
+        key.0,
+        u64::from(*place),
+        parent_or_own.0,
+        root.0,
+        user.0,
+        model.0,
+        u64::from(home.slot.0),
+        u64::from(home.incarnation.0),
+        *begun_ms,
+        *used_ms,
+        u64::from(*turns),
+        *tokens,
+        uncached,
+        cached,
+        output,
+    ])
+}
+
+fn tree_hash(root: AgentSessionKey, tree: &SessionTree) -> u128 {
+    let SessionTree {
+        user,
+        sessions,
+        begun_ms,
+        turns,
+        usage,
+    } = tree;
+    let [uncached, cached, output] = usage_words(usage);
+    let sessions = u64::from(*sessions);
+    let words = [
+        root.0, user.0, sessions, *begun_ms, *turns, uncached, cached, output,
+    ];
+    hash_words(words)
+}
+
+fn ending_hash(ending: &Ending) -> u128 {
+    hash_words(match ending {
+        Ending::Tree(root) => [0, root.0],
+        Ending::User(user) => [1, user.0],
+    })
+}
+
+fn usage_words(usage: &TurnUsage) -> [u64; 3] {
+    let TurnUsage {
+        input_uncached,
+        input_cached,
+        output,
+    } = usage;
+    [*input_uncached, *input_cached, *output]
+}
+
+/// Returns the hash of a part. Parts of different kinds have different numbers of words.
+fn hash_words<const WORDS: usize>(words: [u64; WORDS]) -> u128 {
+    xxh3_128(words.map(u64::to_le_bytes).as_flattened())
 }

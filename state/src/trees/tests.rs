@@ -18,6 +18,7 @@ const BOUNDS: TreesBounds = TreesBounds {
 /// Number of users.
 const USERS: u64 = 3;
 const STEP_MS: u64 = SESSION_IDLE_MS / 8;
+const MINUTE_MS: u64 = 60_000;
 
 fn home(slot: u16) -> BackendRef {
     BackendRef {
@@ -148,31 +149,33 @@ impl Model {
         let sessions = self.sessions.iter();
         let idlest = sessions
             .filter(|(_, it)| greatest.is_none_or(|user| it.user == user))
-            .min_by_key(|(key, it)| (it.used_ms, **key));
+            .min_by_key(|(key, it)| (it.used_ms / MINUTE_MS, **key));
         let idlest = *idlest.expect("a full table has sessions").0;
         self.end(idlest);
     }
 
-    fn end_some(&mut self, ending: Ending) {
+    fn end_some(&mut self, ending: Ending, most: usize) {
         let place = |(key, it): (&u64, &ModelSession)| match ending {
             Ending::Tree(root) => (it.root == root.0).then_some((0, *key)),
-            Ending::User(user) => (it.user == user.0).then_some((it.used_ms, *key)),
+            Ending::User(user) => (it.user == user.0).then_some((it.used_ms / MINUTE_MS, *key)),
         };
         let members: BTreeSet<(u64, u64)> = self.sessions.iter().filter_map(place).collect();
-        for (_, key) in members.iter().take(BOUNDS.ends) {
+        for (_, key) in members.iter().take(most) {
             self.end(*key);
         }
-        match members.len() > BOUNDS.ends {
+        match members.len() > most {
             true => self.endings.insert(ending),
             false => self.endings.remove(&ending),
         };
     }
 
     fn forget_some(&mut self, now_ms: u64) {
-        if let Some(ending) = self.endings.first().copied() {
-            self.end_some(ending);
+        let endings: Vec<Ending> = self.endings.iter().copied().take(BOUNDS.ends).collect();
+        for ending in &endings {
+            self.end_some(*ending, BOUNDS.ends / endings.len());
         }
-        let is_idle = |it: &ModelSession| it.used_ms + SESSION_IDLE_MS <= now_ms;
+        let minutes = |it: &ModelSession| it.used_ms / MINUTE_MS + 1;
+        let is_idle = |it: &ModelSession| minutes(it) * MINUTE_MS + SESSION_IDLE_MS <= now_ms;
         let sessions = self.sessions.iter();
         let idle: Vec<u64> = sessions
             .filter(|(_, it)| is_idle(it))
@@ -216,12 +219,12 @@ fn run(table: &mut Trees, model: &mut Model, steps: Vec<Step>) {
             Step::EndTree(root) => {
                 if table.end_tree(AgentSessionKey(root)) {
                     model.trees.insert(root, <_>::default());
-                    model.end_some(Ending::Tree(AgentSessionKey(root)));
+                    model.end_some(Ending::Tree(AgentSessionKey(root)), BOUNDS.ends);
                 }
             }
             Step::ForgetUser(user) => {
                 table.forget_user(UserKey(user));
-                model.end_some(Ending::User(UserKey(user)));
+                model.end_some(Ending::User(UserKey(user)), BOUNDS.ends);
             }
             Step::Pass(steps) => now_ms += steps * STEP_MS + 1,
         }
@@ -309,8 +312,8 @@ fn a_user_with_endless_names_ends_no_session_of_others() {
         ends: 2,
     });
     // Those of others are idle for longest.
-    begin_all(&mut table, 0..60, (None, None), 1);
-    begin_all(&mut table, 1000..1500, (Some(999), None), 2);
+    begin_all(&mut table, 0..60, (None, None), MINUTE_MS);
+    begin_all(&mut table, 1000..1500, (Some(999), None), 2 * MINUTE_MS);
     let others = |table: &Trees| {
         let view = table.published();
         let owned = |(_, it): &(AgentSessionKey, &AgentSession)| it.user != UserKey(999);
@@ -318,10 +321,10 @@ fn a_user_with_endless_names_ends_no_session_of_others() {
     };
     assert_eq!((others(&table), table.sessions.len()), (60, 100));
     // The user makes room for others, until it holds less than a share.
-    begin_all(&mut table, 100..131, (None, None), 3);
+    begin_all(&mut table, 100..131, (None, None), 3 * MINUTE_MS);
     assert_eq!((others(&table), table.sessions.len()), (91, 100));
     // Then the idlest session makes room, whoever owns it.
-    begin_all(&mut table, 200..205, (None, None), 4);
+    begin_all(&mut table, 200..205, (None, None), 4 * MINUTE_MS);
     assert_eq!((others(&table), table.sessions.len()), (91, 100));
     assert!(table.sessions.get(&AgentSessionKey(4)).is_none());
 }
@@ -348,6 +351,27 @@ fn a_great_tree_ends_over_several_commands_and_its_figures_at_once() {
     }
     assert!(table.endings.is_empty());
     assert!(!table.end_tree(AgentSessionKey(0)));
+}
+
+#[test]
+fn a_tree_ends_beside_a_greater_one() {
+    let mut table = Trees::with_bounds(TreesBounds {
+        sessions: 100,
+        ..BOUNDS
+    });
+    begin_all(&mut table, 1..41, (Some(1), Some(0)), 1);
+    begin_all(&mut table, 51..55, (Some(1), Some(50)), 1);
+    for root in [0, 50] {
+        assert!(table.end_tree(AgentSessionKey(root)));
+    }
+    let left = |table: &Trees, root| {
+        let tree = table.trees.get(&AgentSessionKey(root));
+        tree.map_or(0, |it| it.sessions)
+    };
+    for expected in [(37, 1), (36, 0), (34, 0)] {
+        table.forget_some(2);
+        assert_eq!((left(&table, 0), left(&table, 50)), expected);
+    }
 }
 
 #[test]
