@@ -1,5 +1,7 @@
 //! Snapshots: what was frozen is restored, and a damaged one is rejected without any change.
 
+use std::collections::BTreeSet;
+
 use crate::common::{self, Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
@@ -7,10 +9,11 @@ use state::budgets::{Budget, BudgetPeriod};
 use state::caches::CacheScope;
 use state::command::{BackendSpec, Charge, Command, Item, Lane, Reply, UserDefaults, UserSettings};
 use state::discovery::{Discovery, DiscoveryChange};
-use state::ids::{LogIndex, ModelKey, RestoreId, Slot};
+use state::ids::{AgentSessionKey, BackendRef, Incarnation, LogIndex, ModelKey, RestoreId, Slot};
 use state::keys::{FoundKey, SecretHash};
 use state::prefix::user_key;
 use state::ratios::TextSample;
+use state::trees::NewSession;
 
 #[test]
 fn a_restored_state_is_equal_and_continues_equally() {
@@ -215,6 +218,12 @@ fn full_sample() -> RouterState {
             number: 1,
             bytes: vec![1, 2, 3],
         },
+        common::batch(vec![begin_session(0, 0)]),
+        // More sessions than one command ends.
+        common::batch((1..260).map(|key| begin_session(key, 1)).collect()),
+        Command::EndTree {
+            root: AgentSessionKey(1),
+        },
     ];
     for (command, seq) in commands.into_iter().zip(6000..) {
         let index = LogIndex(state.applied().0 + 1);
@@ -224,6 +233,41 @@ fn full_sample() -> RouterState {
     }
     assert_eq!(state.check(), Ok(()));
     state
+}
+
+fn begin_session(key: u64, root: u64) -> Item {
+    Item::BeginSession(NewSession {
+        key: AgentSessionKey(key),
+        parent: Some(AgentSessionKey(root)),
+        user: user_key(common::HASH_SEED, "ada"),
+        model: ModelKey(9),
+        home: BackendRef {
+            slot: Slot(0),
+            incarnation: Incarnation(1),
+        },
+    })
+}
+
+/// Returns the tags of the sections of a snapshot, from its first one on.
+fn tags(snapshot: &[u8]) -> BTreeSet<u8> {
+    const HEADER_BYTES: usize = 42;
+    const END: u8 = 255;
+    let (mut rest, mut tags) = (&snapshot[HEADER_BYTES..], BTreeSet::new());
+    loop {
+        let tag = rest[0];
+        if tag == END {
+            return tags;
+        }
+        tags.insert(tag);
+        let payload = u32::from_le_bytes(rest[1..5].try_into().unwrap());
+        rest = &rest[5 + payload as usize + 8..];
+    }
+}
+
+#[test]
+fn the_sample_has_every_section() {
+    const LAST: u8 = 24;
+    assert_eq!(tags(&snapshot(&full_sample())), (1..=LAST).collect());
 }
 
 #[test]

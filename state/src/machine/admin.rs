@@ -104,10 +104,10 @@ impl RouterState {
             self.discovered
                 .drained_by_hand(backend.handle.slot, draining);
         }
-        let action = if draining {
-            AuditAction::Drain
-        } else {
-            AuditAction::Undrain
+        let action = match (draining, moves_streams) {
+            (true, true) => AuditAction::DrainMovingStreams,
+            (true, false) => AuditAction::Drain,
+            (false, _) => AuditAction::Undrain,
         };
         self.note(origin, action, name);
         Ok(())

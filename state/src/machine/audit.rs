@@ -39,6 +39,8 @@ pub enum AuditAction {
     DeleteBackend,
     /// A backend was set to draining.
     Drain,
+    /// A backend was set to draining, and its streams to go on elsewhere.
+    DrainMovingStreams,
     /// Draining of a backend was cancelled.
     Undrain,
     /// The routing policy was replaced.
