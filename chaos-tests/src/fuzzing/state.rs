@@ -192,7 +192,7 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         Command::SetDraining {
             name: name(),
             draining: true,
-            moves_streams: false,
+            moves_streams: true,
         },
         Command::configure_user("bob", UserSettings::of_weight(2000)),
         Command::PutRouting(RoutingSettings::default()),

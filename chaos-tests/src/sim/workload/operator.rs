@@ -118,7 +118,7 @@ fn command(rng: &mut Rng, is_plain: bool) -> Command {
         7..=8 => Command::SetDraining {
             name: format!("b{}", rng.below(BACKENDS)),
             draining: rng.below(3) == 0,
-            moves_streams: false,
+            moves_streams: rng.below(2) == 0,
         },
         9..=10 => {
             let name = user(rng);
