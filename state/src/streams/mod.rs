@@ -18,7 +18,7 @@ mod tests;
 use bincode::{Decode, Encode};
 
 use crate::charge::Charge;
-use crate::cow::ShardKey;
+use crate::cow::PathKey;
 use crate::ids::{StreamCarrier, StreamId, UserKey};
 use crate::trees::{SessionTurn, TurnUsage};
 
@@ -40,12 +40,10 @@ pub struct StreamKey {
     pub user: UserKey,
 }
 
-impl ShardKey for StreamKey {
-    const BRANCHES: usize = 16;
-
+impl PathKey for StreamKey {
     // Ids are hashes, hence uniform.
-    fn shard(&self) -> usize {
-        (self.stream.0 >> 54) as usize
+    fn path(&self) -> u64 {
+        self.stream.0
     }
 }
 
