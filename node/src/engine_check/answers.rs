@@ -1,4 +1,5 @@
-//! Checks of responses: usage, cached tokens, streams, and whether a disconnect ends the work.
+//! Checks of responses: usage, cached tokens, streams, whether an answer is continued, and whether a
+//! disconnect ends the work.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -12,6 +13,13 @@ use super::facts;
 use super::{CheckOutcome, CheckResult};
 
 const CHAT: &str = "/v1/chat/completions";
+/// Word of the answer that the engine continues. With the space before it, it is one token in common
+/// vocabularies.
+const WORD: &str = "one";
+/// Number of words of that answer.
+const WORDS: u64 = 16;
+/// Number of tokens by which an open message may differ from that: less than a further message's frame.
+const TOKENS_OFF_MAX: u64 = 1;
 /// Interval between reads of the engine's counters after a disconnect.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
@@ -50,7 +58,46 @@ pub(super) async fn checks(client: &EngineClient, model: &str) -> Vec<CheckResul
         usage(&first),
         cached_tokens(&first, &again),
         stream(client, model).await,
+        continuation(client, &chat, &first).await,
     ]
+}
+
+/// Checks whether the engine continues an answer where it stopped: `chat` with an answer of known
+/// length must have a prompt that is longer by just that than the prompt of the `plain` response.
+async fn continuation(client: &EngineClient, chat: &Value, plain: &Value) -> CheckResult {
+    let mut body = chat.clone();
+    let answer = vec![WORD; WORDS as usize].join(" ");
+    if let Some(messages) = body["messages"].as_array_mut() {
+        messages.push(json!({"role": "assistant", "content": answer}));
+    }
+    body["add_generation_prompt"] = false.into();
+    body["continue_final_message"] = true.into();
+    let continued = ask(client, &body).await;
+    let (outcome, found) = match &continued {
+        Ok(continued) => judge_continuation(plain, continued),
+        Err(why) => (CheckOutcome::No, why.clone()),
+    };
+    let therefore = match outcome {
+        CheckOutcome::Yes => {
+            "another engine goes on with its chats if it fails, and it with others'"
+        }
+        CheckOutcome::Partly | CheckOutcome::No => {
+            "chats end with an error if it fails, or if another one would go on here"
+        }
+    };
+    CheckResult::new("continuation", outcome, found, therefore)
+}
+
+/// Compares the prompts of a `plain` response and of one that has continued an answer.
+fn judge_continuation(plain: &Value, continued: &Value) -> (CheckOutcome, String) {
+    let prompt = |response: &Value| response["usage"]["prompt_tokens"].as_u64();
+    let (Some(plain), Some(continued)) = (prompt(plain), prompt(continued)) else {
+        return (CheckOutcome::No, "no usage shows it".to_owned());
+    };
+    let more = i128::from(continued) - i128::from(plain);
+    let found = format!("an answer of {WORDS} tokens makes the prompt {more} tokens longer");
+    let is_open = more.abs_diff(i128::from(WORDS)) <= u128::from(TOKENS_OFF_MAX);
+    (CheckOutcome::of(is_open), found)
 }
 
 async fn ask(client: &EngineClient, body: &Value) -> Result<Value, String> {
@@ -254,6 +301,25 @@ pub(super) async fn hang_up(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_closed_message_is_no_continuation() {
+        let of = |tokens: u64| json!({"usage": {"prompt_tokens": tokens}});
+        for (tokens, expected) in [
+            (90, CheckOutcome::No),
+            (114, CheckOutcome::No),
+            (115, CheckOutcome::Yes),
+            (116, CheckOutcome::Yes),
+            (117, CheckOutcome::Yes),
+            (118, CheckOutcome::No),
+            (121, CheckOutcome::No),
+        ] {
+            let (found, how) = judge_continuation(&of(100), &of(tokens));
+            assert_eq!(found, expected, "{how}");
+        }
+        let (found, _) = judge_continuation(&of(100), &json!({}));
+        assert_eq!(found, CheckOutcome::No);
+    }
 
     #[test]
     fn stream_shapes_differ_by_the_place_of_usage() {

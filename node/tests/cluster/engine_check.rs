@@ -38,6 +38,7 @@ async fn engine_check_finds_the_emulated_engines_features() {
         "usage",
         "cached tokens",
         "streams",
+        "continuation",
         "tokenizer",
         "KV events",
         "hang-up",
