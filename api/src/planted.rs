@@ -84,4 +84,6 @@ plantable_bugs! {
     ShareIgnored,
     /// A replica does not notice that its state differs from most others'.
     MinorityUnnoticed,
+    /// The backend that goes on with an answer charges all of it.
+    AnswerPaidAgain,
 }

@@ -298,7 +298,10 @@ pub(in crate::proxy) fn fail(
         trace.failed(failure.label());
     }
     match failure.may_have_begun() && begins_again(proxy, sending.proxied) {
-        true => sending.proxied.hand_over(attempt, failure.end()),
+        true => {
+            let earlier = &sending.proxied.earlier;
+            earlier.hand_over(attempt, failure.end(), Instant::now());
+        }
         false => attempt.end(failure.end(), Instant::now()),
     }
     note(proxy, sending, (decision.backend, &decision.name), &failure);

@@ -137,11 +137,11 @@ impl Continuer for StreamContinuer {
         };
         let is_lent = match present {
             PresentAttempt::Failed(attempt, end) => {
-                proxied.hand_over(attempt, end);
+                proxied.earlier.hand_over(attempt, end, Instant::now());
                 false
             }
             PresentAttempt::Pausing(attempt) | PresentAttempt::Moving(attempt) => {
-                proxied.lend(attempt);
+                proxied.earlier.lend(attempt);
                 true
             }
         };
@@ -175,7 +175,7 @@ impl Continuer for StreamContinuer {
                 },
             };
             if is_lent && asked.is_err() {
-                proxied.take_back();
+                proxied.earlier.take_back();
             }
             if !is_move {
                 *shared.lock().unwrap_or_else(PoisonError::into_inner) = tries;
@@ -277,7 +277,7 @@ async fn ask(
     };
     attempt.set_response_form(AnswerForm::of(path, true));
     attempt.set_hidden_output(None);
-    proxied.goes_on(&mut attempt, text);
+    proxied.earlier.go_on(&mut attempt, text);
     Ok(ContinuedAnswer {
         body,
         attempt,

@@ -116,7 +116,7 @@ pub(super) async fn forward(
     if sending.transfer.is_some() {
         proxy.metrics.stages.decoded(at.elapsed());
     }
-    proxied.goes_on(&mut attempt, "");
+    proxied.earlier.go_on(&mut attempt, "");
     let response = response.map(AnswerSource::Engine);
     let known_at = known_at(proxy, proxied, &decision, &attempt).await;
     let continuation = continuation(proxy, proxied, tries);

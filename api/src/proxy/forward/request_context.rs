@@ -1,14 +1,13 @@
 //! The request that the data plane forwards, and its interface to admission and routing.
 
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Uri};
 use opentelemetry::trace::TraceId;
 use state::ids::Slot;
-use tokio::time::Instant;
 
 use crate::admission::AdmissionRequest;
 use crate::proxy::record::request_record::RequestRecord;
@@ -17,8 +16,7 @@ use crate::proxy::request::routes::shown_path;
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::routing::{
-    Attempt, AttemptEnd, EarlierAttempt, EarlierCharge, OfferedEndpoints, PermitCell,
-    RoutingRequest,
+    EarlierAttempts, EarlierCharge, OfferedEndpoints, PermitCell, RoutingRequest,
 };
 use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, client_trace_id};
 
@@ -80,7 +78,7 @@ pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) permit: PermitCell,
     /// Attempts whose backends failed although they may have generated output, if another backend
     /// may go on.
-    earlier: Mutex<Option<EarlierAttempt>>,
+    pub(in crate::proxy) earlier: EarlierAttempts,
 }
 
 impl ProxiedRequest {
@@ -104,42 +102,8 @@ impl ProxiedRequest {
             record,
             trace,
             permit: PermitCell::new(),
-            earlier: Mutex::default(),
+            earlier: EarlierAttempts::default(),
         }
-    }
-
-    /// Ends an attempt whose backend failed although it may have generated output. What it charged
-    /// counts for the attempt that goes on.
-    pub(in crate::proxy) fn hand_over(&self, attempt: Attempt, end: AttemptEnd) {
-        let next = attempt.hand_over(end, Instant::now());
-        let mut earlier = self.lock_earlier();
-        match (&mut *earlier, next) {
-            (Some(earlier), Some(next)) => earlier.join(next),
-            (None, next) => *earlier = next,
-            (Some(_), None) => {}
-        }
-    }
-
-    /// Lets another attempt begin with what `attempt` has charged, while this one goes on.
-    pub(in crate::proxy) fn lend(&self, attempt: &Attempt) {
-        *self.lock_earlier() = attempt.lend();
-    }
-
-    /// Forgets what was lent, because no other attempt goes on.
-    pub(in crate::proxy) fn take_back(&self) {
-        self.lock_earlier().take();
-    }
-
-    /// Lets `attempt` go on with the answer of earlier attempts, if there are any, which began with
-    /// `text`.
-    pub(in crate::proxy) fn goes_on(&self, attempt: &mut Attempt, text: &str) {
-        if let Some(earlier) = self.lock_earlier().take() {
-            attempt.continues(earlier, text);
-        }
-    }
-
-    fn lock_earlier(&self) -> MutexGuard<'_, Option<EarlierAttempt>> {
-        self.earlier.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the salt that isolates the user's cached blocks; `None` if the user shares them.
@@ -205,7 +169,7 @@ impl AdmissionRequest for ProxiedRequest {
     }
 
     fn earlier(&self) -> Option<EarlierCharge> {
-        self.lock_earlier().as_ref().map(EarlierAttempt::charge)
+        self.earlier.charge()
     }
 
     fn is_traced(&self) -> bool {

@@ -267,10 +267,7 @@ impl ResponseBody {
             first,
         } = continued;
         if let Some(before) = self.accounting.take_attempt() {
-            let earlier = before.hand_over(end, Instant::now());
-            earlier
-                .into_iter()
-                .for_each(|earlier| attempt.continues(earlier, ""));
+            attempt.replaces(before, end, Instant::now());
         }
         if let Some(continuation) = &mut self.continuation {
             continuation.seam = seam;

@@ -4,14 +4,15 @@
 //! output token once. The first one charges what it has seen. Each further one begins with that
 //! charge, and its usage reports are those of the whole answer, so that only what is new is due.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use state::admission::{Advance, Pricing, TokenDelta};
 use state::command::Charge;
 use state::trees::TurnUsage;
 use tokio::time::Instant;
 
-use super::{Attempt, OpenAttempt};
+use super::{Attempt, OpenAttempt, nothing};
+use crate::planted::{self, Bug};
 use crate::routing::dispatch::Dispatcher;
 use crate::routing::{AttemptEnd, Usage};
 use crate::sessions::NamedSession;
@@ -36,6 +37,52 @@ impl EarlierCharge {
     fn tokens(&self) -> [u64; 3] {
         let charged = &self.charged;
         [charged.input_uncached, charged.input_cached, charged.output]
+    }
+}
+
+/// The attempts at a request's answer that have ended or lent their charge, until another one goes on
+/// with the answer. Dropping it charges what they owe and ends the turn of the request's session.
+#[derive(Default)]
+pub struct EarlierAttempts(Mutex<Option<EarlierAttempt>>);
+
+impl EarlierAttempts {
+    /// Ends an attempt whose backend failed although it may have generated output. What it charged
+    /// counts for the attempt that goes on.
+    pub fn hand_over(&self, attempt: Attempt, end: AttemptEnd, now: Instant) {
+        let next = attempt.hand_over(end, now);
+        let mut earlier = self.lock();
+        match (&mut *earlier, next) {
+            (Some(earlier), Some(next)) => earlier.join(next),
+            (None, next) => *earlier = next,
+            (Some(_), None) => {}
+        }
+    }
+
+    /// Lets another attempt begin with what `attempt` has charged, while this one goes on.
+    pub fn lend(&self, attempt: &Attempt) {
+        *self.lock() = attempt.lend();
+    }
+
+    /// Forgets what was lent, because no other attempt goes on.
+    pub fn take_back(&self) {
+        self.lock().take();
+    }
+
+    /// Lets `attempt` go on with the answer of earlier attempts, if there are any, which began with
+    /// `text`.
+    pub fn go_on(&self, attempt: &mut Attempt, text: &str) {
+        if let Some(earlier) = self.lock().take() {
+            attempt.continues(earlier, text);
+        }
+    }
+
+    /// Returns what the attempts have charged; `None` if there are none.
+    pub fn charge(&self) -> Option<EarlierCharge> {
+        self.lock().as_ref().map(EarlierAttempt::charge)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<EarlierAttempt>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -162,13 +209,23 @@ impl Attempt {
         })
     }
 
+    /// Takes the place of the attempt `before`, which has lent its charge to this one and ends thus.
+    pub fn replaces(&mut self, before: Self, end: AttemptEnd, now: Instant) {
+        if let Some(earlier) = before.hand_over(end, now) {
+            self.continues(earlier, "");
+        }
+    }
+
     /// Goes on with the answer of `earlier`, which began with `text`. The attempt was dispatched
     /// with its charge.
     pub(crate) fn continues(&mut self, mut earlier: EarlierAttempt, text: &str) {
         if let Some(open) = &mut self.open {
             open.session = earlier.session.take();
             open.earlier = Some(earlier.charge);
-            open.charged = earlier.charge.charged;
+            open.charged = match planted::is(Bug::AnswerPaidAgain) {
+                true => nothing(self.user),
+                false => earlier.charge.charged,
+            };
             open.usage = earlier.charge.usage;
             open.owes = false;
             if let Some(debt) = earlier.debt.take() {

@@ -26,8 +26,7 @@ use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, UserKey};
 use state::prefix::model_key;
 use tokio::time::Instant;
 
-pub(crate) use self::handover::EarlierAttempt;
-pub use self::handover::EarlierCharge;
+pub use self::handover::{EarlierAttempts, EarlierCharge};
 use self::progress::ResponseProgress;
 use self::stages::{PrefillStage, Stages};
 use super::Dispatcher;
