@@ -252,6 +252,9 @@ impl RecordBuilder {
             outbox_items: 0,
             overlay_blocks: 0,
             in_flight: 0,
+            agent_sessions: (self.state.view().trees().sessions())
+                .map(|(key, session)| (key, *session))
+                .collect(),
         };
         let seen = &mut self.record.observation;
         seen.at_rest.insert(ReplicaId(1), at_rest);

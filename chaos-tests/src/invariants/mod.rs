@@ -5,6 +5,7 @@
 
 pub mod acknowledged_writes_stay;
 pub mod advances_are_used;
+pub mod answers_are_one_turn;
 pub mod applied_in_order;
 pub mod blocks_as_leased;
 pub mod charges_add_up;
@@ -97,6 +98,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(owned_blocks_are_consistent),
     invariant!(charges_add_up),
     invariant!(computed_work_is_charged),
+    invariant!(answers_are_one_turn),
     invariant!(dispatched_to_registered),
     invariant!(events_in_order),
     invariant!(exact_mode_is_true),

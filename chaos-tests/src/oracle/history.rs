@@ -5,7 +5,7 @@
 //! out is [`OperationResult::Unknown`] and may take effect once, at any later time, or never.
 
 use state::command::{Command, Committed};
-use state::ids::{BackendRef, LogIndex};
+use state::ids::{AgentSessionKey, BackendRef, LogIndex};
 
 use super::observation::ReplicaRun;
 use super::register::{RegisterKey, RegisterText};
@@ -82,8 +82,24 @@ pub struct InferenceRequest {
     pub dispatches: Vec<Dispatch>,
     /// Tokens that an engine computed for the request; `None` if that is not known.
     pub computed: Option<RequestTokens>,
+    /// Turn of a session that no other request belongs to; `None` if the session has more turns, or
+    /// the request has not ended.
+    pub turn: Option<OnlyTurn>,
     /// End of the request; `None` if it is in flight or its replica crashed.
     pub end: Option<RequestEnd>,
+}
+
+/// The only turn of a session: one answer, however many engines generated it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OnlyTurn {
+    /// Session of the turn.
+    pub session: AgentSessionKey,
+    /// Whether an engine may have run the request, so that the turn counts.
+    pub has_run: bool,
+    /// Number of prompt tokens.
+    pub input: u64,
+    /// Number of output tokens; `None` if the router has to estimate it.
+    pub output: Option<u64>,
 }
 
 /// One attempt to serve a request at a backend.
@@ -154,6 +170,7 @@ impl History {
             most,
             dispatches: Vec::new(),
             computed: None,
+            turn: None,
             end: None,
         });
         HistoryId(self.requests.len() - 1)
@@ -167,6 +184,11 @@ impl History {
     /// Records the tokens that an engine computed for a request, whether it reported them or not.
     pub fn computed(&mut self, ticket: HistoryId, tokens: RequestTokens) {
         self.requests[ticket.0].computed = Some(tokens);
+    }
+
+    /// Records the only turn of a request's session.
+    pub fn turned(&mut self, ticket: HistoryId, turn: OnlyTurn) {
+        self.requests[ticket.0].turn = Some(turn);
     }
 
     /// Records the end of a request.

@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use state::ids::{BlockHash, LogIndex, ReplicaId};
+use state::ids::{AgentSessionKey, BlockHash, LogIndex, ReplicaId};
+use state::trees::AgentSession;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::image::StateImage;
@@ -147,6 +148,8 @@ pub struct AtRest {
     /// Number of requests that the replica counts as running at backends, its own and those that
     /// peers reported.
     pub in_flight: u64,
+    /// Sessions of agents that the replica knows.
+    pub agent_sessions: BTreeMap<AgentSessionKey, AgentSession>,
 }
 
 impl Observation {

@@ -234,12 +234,14 @@ impl World {
             };
             let image = Arc::new(core.with_state(|state| StateImage::of(state, &keys)));
             let router = core.router();
+            let trees = core.view().trees();
             let at_rest = AtRest {
                 run: seat.run,
                 image: Arc::clone(&image),
                 outbox_items: router.outbox().status().queued_items,
                 overlay_blocks: usize::from(!router.is_overlay_empty()),
                 in_flight: in_flight(seat, core),
+                agent_sessions: trees.sessions().map(|(key, it)| (key, *it)).collect(),
             };
             ledger.with(|record| {
                 let observation = &mut record.observation;

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::admission::AdmissionRequest;
+use api::admission::{AdmissionRequest, AdmissionTry};
 use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
 use api::routing::{
-    Attempt, AttemptEnd, Decision, PermitCell, RequestStages, RoutingRequest, Usage, UserName,
+    Attempt, AttemptEnd, Decision, EarlierAttempts, EarlierCharge, PermitCell, RequestStages,
+    RoutingRequest, Usage, UserName,
 };
 use api::sessions::NamedSession;
 use lab::rng::Rng;
@@ -41,6 +42,8 @@ pub(super) struct ChatRequest {
     pub(super) priority: i16,
     pub(super) session: NamedSession,
     pub(super) permit: PermitCell,
+    /// Attempts at the answer before the one that goes on.
+    pub(super) earlier: EarlierAttempts,
 }
 
 impl AdmissionRequest for ChatRequest {
@@ -77,6 +80,10 @@ impl AdmissionRequest for ChatRequest {
 
     fn is_selective(&self) -> bool {
         false
+    }
+
+    fn earlier(&self) -> Option<EarlierCharge> {
+        self.earlier.charge()
     }
 }
 
@@ -208,12 +215,17 @@ async fn request(
         priority: i16::from(rng.below(8) == 0),
         session: chat.session(),
         permit: PermitCell::new(),
+        earlier: EarlierAttempts::default(),
     });
     let patience = Duration::from_millis(200 + rng.below(6000));
     let ticket = called(handles, &request);
     let mut excluded = Vec::new();
     while excluded.len() < ATTEMPTS_MAX {
-        let admitted = wait::admitted(handles, &request, &excluded, patience).await;
+        let which = match excluded.is_empty() {
+            true => AdmissionTry::First,
+            false => AdmissionTry::Again,
+        };
+        let admitted = wait::admitted(handles, &request, (&excluded, which), patience).await;
         let (decision, attempt) = match admitted {
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {

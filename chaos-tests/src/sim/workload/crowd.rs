@@ -6,7 +6,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::routing::{Attempt, AttemptEnd, HiddenOutput, PermitCell, Usage, UserName};
+use api::admission::AdmissionTry;
+use api::routing::{
+    Attempt, AttemptEnd, EarlierAttempts, HiddenOutput, PermitCell, Usage, UserName,
+};
 use lab::rng::Rng;
 use tokio::time::{Instant, sleep};
 
@@ -204,9 +207,11 @@ impl CrowdClient<'_> {
             priority: 0,
             session: chat.session(),
             permit: PermitCell::new(),
+            earlier: EarlierAttempts::default(),
         });
         let ticket = chat::called(handles, &request);
-        let (decision, attempt) = match admitted(handles, &request, &[], self.patience).await {
+        let first = (&[][..], AdmissionTry::First);
+        let (decision, attempt) = match admitted(handles, &request, first, self.patience).await {
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {
                 chat::ended(handles, ticket, Some(RequestTokens::default()));

@@ -16,6 +16,7 @@ mod operator;
 mod planner;
 mod publisher;
 mod reader;
+mod streams;
 mod wait;
 
 use std::collections::BTreeMap;
@@ -192,6 +193,9 @@ impl WorkloadDriver {
         }
         for manner in crowd::ClientBehaviour::of(self.context.seed) {
             handle.spawn(crowd::live(handles.clone(), manner));
+        }
+        if streams::are_in(self.context.seed) {
+            handle.spawn(streams::watch(handles.clone()));
         }
     }
 

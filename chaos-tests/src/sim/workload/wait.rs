@@ -43,16 +43,13 @@ impl PendingWaits {
 pub(super) async fn admitted<C: AdmissionRequest>(
     handles: &ReplicaHandles,
     request: &Arc<C>,
-    excluded: &[Slot],
+    (excluded, which): (&[Slot], AdmissionTry),
     patience: Duration,
 ) -> Result<Admitted, &'static str> {
+    let is_first = which == AdmissionTry::First;
     // No time passes between this check and that of admission.
-    let is_used_up = excluded.is_empty() && is_budget_used_up(handles, &**request);
+    let is_used_up = is_first && is_budget_used_up(handles, &**request);
     handles.context.waiting.change(handles.run, 1);
-    let which = match excluded {
-        [] => AdmissionTry::First,
-        _ => AdmissionTry::Again,
-    };
     let admitting = handles.admission.admit(request, (excluded, which));
     let admitted = timeout(patience, admitting).await;
     let waiting = handles.context.waiting.change(handles.run, -1);
