@@ -29,6 +29,10 @@ ROOM = """
 max_connections = 32768
 max_requests = 65536
 """
+RESUME_OFF = """
+[streams]
+resume = "off"
+"""
 FEW_PLACES = """
 [admission]
 concurrency = 8
@@ -248,6 +252,7 @@ def main():
     for case in (
         ("idle client connection, after a request", idle_connections, 8_000, ROOM),
         ("open stream", open_streams, 8_000, ROOM),
+        ("open stream that is not continued", open_streams, 8_000, ROOM + RESUME_OFF),
         ("request that waits for a place", waiting_requests, 8_000, ROOM + FEW_PLACES),
         ("user", users, 50_000, ROOM),
         ("backend that cannot be reached", backends, 1_000, ROOM),
