@@ -20,11 +20,18 @@ pub enum StreamBreak {
 impl StreamBreak {
     const ALL: [Self; 4] = [Self::Broke, Self::Error, Self::Stalled, Self::Moved];
 
-    /// Creates the counters of streams that go on, so that their rates are known from the start.
+    /// Creates the counters of streams that go on, and of those that are lost, so that their rates
+    /// are known from the first one.
     pub(super) fn begin(counted: &Family<BreakLabels, Counter>) {
-        let result = BreakResult::CONTINUED;
         for cause in Self::ALL {
-            drop(counted.get_or_create(&BreakLabels { cause, result }));
+            let results = match cause {
+                Self::Broke | Self::Error => BreakResult::ALL,
+                // Such a stream may stay where it is.
+                Self::Stalled | Self::Moved => &[BreakResult::CONTINUED],
+            };
+            for result in results.iter().copied() {
+                drop(counted.get_or_create(&BreakLabels { cause, result }));
+            }
         }
     }
 }
@@ -52,11 +59,35 @@ pub struct BreakLabels {
 
 /// What became of a stream whose engine failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BreakResult(pub(in crate::proxy) &'static str);
+pub struct BreakResult(&'static str);
 
-impl BreakResult {
-    pub(in crate::proxy) const CONTINUED: Self = Self("continued");
-    pub(in crate::proxy) const COMPLETED: Self = Self("completed");
+/// Defines the results, each with its label.
+macro_rules! results {
+    ($($result:ident $label:literal,)*) => {
+        impl BreakResult {
+            $(pub(in crate::proxy) const $result: Self = Self($label);)*
+            const ALL: &[Self] = &[$(Self::$result,)*];
+        }
+    };
+}
+
+results! {
+    CONTINUED "continued",
+    COMPLETED "completed",
+    FIELD "field",
+    TOKEN_PROMPT "token-prompt",
+    OTHER_OUTPUT "other-output",
+    TOO_LONG "too-long",
+    TEMPLATE "template",
+    NO_USAGE "no-usage",
+    AT_LIMIT "at-limit",
+    INCOMPLETE_EVENT "incomplete-event",
+    BREAKS_BACKENDS "breaks-backends",
+    NO_ATTEMPTS "no-attempts",
+    TOO_MANY_MOVES "too-many-moves",
+    NO_BACKEND "no-backend",
+    REFUSED "refused",
+    NOT_CONTINUED "not-continued",
 }
 
 impl EncodeLabelValue for BreakResult {

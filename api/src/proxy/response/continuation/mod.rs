@@ -77,22 +77,22 @@ pub(in crate::proxy) enum ContinueRejection {
 
 impl From<&ContinueRejection> for BreakResult {
     fn from(obstacle: &ContinueRejection) -> Self {
-        Self(match obstacle {
-            ContinueRejection::Field(_) => "field",
-            ContinueRejection::TokenPrompt => "token-prompt",
-            ContinueRejection::OtherOutput => "other-output",
-            ContinueRejection::TooLong => "too-long",
-            ContinueRejection::Template => "template",
-            ContinueRejection::NoUsage => "no-usage",
-            ContinueRejection::AtLimit => "at-limit",
-            ContinueRejection::IncompleteEvent => "incomplete-event",
-            ContinueRejection::BreaksBackends => "breaks-backends",
-            ContinueRejection::NoAttempts => "no-attempts",
-            ContinueRejection::TooManyMoves => "too-many-moves",
-            ContinueRejection::NoBackend => "no-backend",
-            ContinueRejection::Refused(_) => "refused",
-            ContinueRejection::NotContinued => "not-continued",
-        })
+        match obstacle {
+            ContinueRejection::Field(_) => Self::FIELD,
+            ContinueRejection::TokenPrompt => Self::TOKEN_PROMPT,
+            ContinueRejection::OtherOutput => Self::OTHER_OUTPUT,
+            ContinueRejection::TooLong => Self::TOO_LONG,
+            ContinueRejection::Template => Self::TEMPLATE,
+            ContinueRejection::NoUsage => Self::NO_USAGE,
+            ContinueRejection::AtLimit => Self::AT_LIMIT,
+            ContinueRejection::IncompleteEvent => Self::INCOMPLETE_EVENT,
+            ContinueRejection::BreaksBackends => Self::BREAKS_BACKENDS,
+            ContinueRejection::NoAttempts => Self::NO_ATTEMPTS,
+            ContinueRejection::TooManyMoves => Self::TOO_MANY_MOVES,
+            ContinueRejection::NoBackend => Self::NO_BACKEND,
+            ContinueRejection::Refused(_) => Self::REFUSED,
+            ContinueRejection::NotContinued => Self::NOT_CONTINUED,
+        }
     }
 }
 
