@@ -18,7 +18,7 @@ use crate::config::{LogConfig, LogFilter, LogFormat};
 /// Default filter for dependencies that log each step, each failed heartbeat to a peer known to be
 /// down, each connection reset by a client, or each invalid server name. A filter that names them
 /// takes precedence.
-const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,rustls::msgs=error,tonic=warn";
+const QUIET: &str = "openraft=error,sled=off,h2=error,hyper=warn,rustls::msgs=error,tonic=warn";
 
 /// Handle that changes the log filter at run time.
 #[derive(Clone)]

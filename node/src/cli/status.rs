@@ -162,7 +162,8 @@ fn sources(discovery: &Value) -> Vec<String> {
             "source   {}: {} engines listed, {} registered",
             cell(&source["id"]),
             count("told"),
-            count("registered"),
+            // Those that the source lost still are, until they have drained.
+            count("registered").saturating_sub(count("lost")),
         );
         for (name, words) in [
             ("lost", "lost"),

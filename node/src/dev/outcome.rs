@@ -17,9 +17,9 @@ const AGREE_DEADLINE: Duration = Duration::from_secs(10);
 /// Explanation of the columns of the results.
 const LEGEND: &str = "\
 lost: no answer, as the replica had gone. TTFT: time to the first token, in ms.
-cached %: prompt tokens that the engines found in their caches; predicted %: that
-the router expected there. service: prompt tokens and twice the output tokens.
-digest: of the replicated state; equal digests are equal states.";
+cached %: prompt tokens that the engines found in their caches; predicted %:
+that the router expected there. service: prompt tokens and twice the output
+tokens. digest: of the replicated state; equal digests are equal states.";
 
 /// State of a replica after the load test.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -24,6 +24,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use openraft::errors::InitializeError;
 use tokio::time::Instant;
 
 use super::ReplicaInner;
@@ -356,10 +357,14 @@ impl ReplicaInner {
         }
         members.insert(identity.id, self.described(cluster));
         tracing::info!(founders = ?members.keys().collect::<Vec<_>>(), "founding a cluster");
-        self.raft
-            .initialize(members)
-            .await
-            .map_err(|error| error.to_string())
+        let founded = self.raft.initialize(members).await;
+        founded.map_err(|error| match error.api_error() {
+            // A member of the cluster has called this replica meanwhile.
+            Some(InitializeError::NotAllowed(_)) => {
+                "another replica is founding the cluster".to_owned()
+            }
+            _ => error.to_string(),
+        })
     }
 
     async fn claim(&self, info: &proto::InfoResponse, cluster: u128) -> bool {
