@@ -14,6 +14,7 @@ use super::engine::{
     DONE, Engine, Step, chunk, delta, json as answer_json, last_chunk, stream_head, usage_chunk,
 };
 use super::fleet::{Fleet, PATIENT, eventually};
+use super::traces::{Collector, hex};
 
 /// All lines of all tests of this process.
 #[derive(Clone, Default)]
@@ -244,4 +245,30 @@ async fn a_wrong_key_is_not_logged() {
     let line = lines.line("access-401").await;
     assert_eq!(line["code"], "invalid_api_key", "{line}");
     assert!(!lines.text().contains("sk-wrong"));
+}
+
+#[tokio::test]
+async fn a_line_names_a_trace_only_where_one_exists() {
+    let lines = Lines::kept();
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    for (sample_ppm, id) in [(0, "traced-never"), (1_000_000, "traced-always")] {
+        let (collector, tracer, _) = Collector::default().start(sample_ppm).await;
+        let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
+            settings.logged_requests = LoggedRequests::All;
+            settings.tracer = Some(tracer);
+        });
+        let mut client = fleet.await.client().await;
+        let head = format!("host: router\r\nx-request-id: {id}\r\n");
+        client
+            .ask(chat("").replacen("host: router\r\n", &head, 1))
+            .await;
+        let line = lines.line(id).await;
+        match sample_ppm {
+            0 => assert_eq!(line.get("trace_id"), None, "{line}"),
+            _ => {
+                let spans = collector.spans(4).await;
+                assert_eq!(line["trace_id"], hex(&spans[0].trace_id), "{line}");
+            }
+        }
+    }
 }

@@ -40,10 +40,20 @@ pub(super) struct AdminTarget {
     )]
     admin: Vec<Uri>,
     /// File with a token for the admin listener, as written by `quorate token create --out`
-    #[arg(long, help_heading = "Connection", value_name = "FILE", env = "QUORATE_TOKEN_FILE")]
+    #[arg(
+        long,
+        help_heading = "Connection",
+        value_name = "FILE",
+        env = "QUORATE_TOKEN_FILE"
+    )]
     token_file: Option<PathBuf>,
     /// Certificate authorities in PEM to trust for replicas. Default: those that this host trusts
-    #[arg(long, help_heading = "Connection", value_name = "FILE", env = "QUORATE_CA_FILE")]
+    #[arg(
+        long,
+        help_heading = "Connection",
+        value_name = "FILE",
+        env = "QUORATE_CA_FILE"
+    )]
     ca_file: Option<PathBuf>,
     /// Certificate of an operator in PEM, as made by `quorate cert client --role ROLE`
     #[arg(

@@ -223,7 +223,10 @@ fn a_lost_replica_comes_back_under_a_new_id_in_one_command() {
     let done = replace("3");
     let told = text(&done.stdout);
     assert!(done.status.success(), "{told}{}", text(&done.stderr));
-    assert!(told.contains("replica 4 votes in place of replica 3"), "{told}");
+    assert!(
+        told.contains("replica 4 votes in place of replica 3"),
+        "{told}"
+    );
     until("all know it", || {
         replicas.iter().all(|it| voters(it) == ["1", "2", "4"])
     });

@@ -268,19 +268,21 @@ fn commands_use_a_replica_that_can_answer() {
 }
 
 #[test]
-fn the_events_command_follows_events() {
+fn the_events_command_begins_with_past_events_and_follows() {
     let operator = Operator::new();
     let dir = tempfile::TempDir::new().unwrap();
     let seen = dir.path().join("events");
     let admin = format!("http://{}", operator.replica.admin);
     let mut events = program(
         env!("CARGO_BIN_EXE_quorate"),
-        &["events", "--admin", &admin],
+        &["events", "--last", "1024", "--admin", &admin],
     );
     let events = events.stdout(std::fs::File::create(&seen).unwrap());
     let mut child = events.spawn().unwrap();
     let lines = || std::fs::read_to_string(&seen).unwrap();
-    until("it is connected", || lines().contains("connected"));
+    until("what was before is told", || {
+        lines().contains("  backend  id=a change=added\n")
+    });
     operator.done("backend drain a");
     until("the event is told", || {
         lines().contains("  backend  id=a change=draining\n")

@@ -33,7 +33,9 @@ fn each_alert_links_to_a_section_of_its_own() {
     let runbook = root().join("docs/guide/runbook.md");
     let runbook = std::fs::read_to_string(runbook).expect("read the runbook");
     let after = |prefix: &'static str| {
-        let lines = rules.lines().map(|line| line.trim().trim_start_matches("- "));
+        let lines = rules
+            .lines()
+            .map(|line| line.trim().trim_start_matches("- "));
         lines.filter_map(move |line| line.strip_prefix(prefix))
     };
     let alerts: Vec<&str> = after("alert: ").collect();
