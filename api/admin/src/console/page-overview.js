@@ -258,6 +258,8 @@ export function mount(root, signal) {
     const judged = all[0];
     if (!judged) worst.show('None', 'No backend is registered', 'fault');
     else worst.show(judged.id, judged.why || (judged.first === null ? 'Healthy, and nothing is learned of any yet' : `Healthy, and the slowest: first token of 1,000 tokens after ${ms(judged.first)}`), judged.level > 2 ? 'fault' : '');
+  });
+  every(2000, signal, async (it) => {
     const isFailing = live.replicas && failing(live.replicas) > 0;
     why = isFailing ? reasons((await get(`/admin/v1/decisions?failed=true&limit=${FAILURES}`, it)).decisions) : '';
   });
