@@ -510,7 +510,8 @@ pub(super) async fn remove(
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct DrainQuery {
-    /// Whether the backend's streams go on at other backends, as far as they can.
+    /// Whether the backend's streams go on at other backends, as far as they can. The last call
+    /// counts: without it, streams that an earlier call would still move stay.
     move_streams: bool,
 }
 

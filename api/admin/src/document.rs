@@ -245,9 +245,10 @@ fn part_of(path: &str) -> &'static str {
         ("/admin/v1/keys/", "Id of the API key, 16 hex digits."),
         ("/admin/v1/recordings/", "Id of the recording."),
         (
-            "/admin/v1/sessions/",
-            "Id of a session of the tree, 16 hex digits.",
+            "/admin/v1/session-trees/",
+            "Id of the tree's root, 16 hex digits.",
         ),
+        ("/admin/v1/sessions/", "Id of the session, 16 hex digits."),
         ("/admin/v1/users/", "Name of the user."),
         ("/console/", "Name of the file."),
     ];

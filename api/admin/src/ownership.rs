@@ -3,14 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use axum::extract::State;
-use axum::http::StatusCode;
 use schemars::JsonSchema;
 use serde::Serialize;
 use state::Registry;
 use state::ids::{BlockHash, LogIndex, Slot};
 
 use super::answer::{Answer, PathParam, QueryParams, ReadQuery, at_level};
-use super::problem::invalid;
+use super::problem::{invalid, stopping};
 use super::{Admin, AdminState};
 use api::error::Problem;
 
@@ -161,8 +160,5 @@ pub(super) async fn block_owners(
     }
     let view = admin.view.blocks.clone();
     let searched = tokio::task::spawn_blocking(move || view.owners(&blocks)).await;
-    searched.map_err(|_| {
-        let title = "the replica is stopping";
-        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "stopping", title).retry_after(1)
-    })
+    searched.map_err(|_| stopping())
 }

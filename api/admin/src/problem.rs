@@ -48,6 +48,12 @@ pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     .member("field", "content-type")
 }
 
+/// Returns the problem for work that was given up because the replica stops.
+pub(super) fn stopping() -> Problem {
+    let title = "the replica is stopping";
+    Problem::new(StatusCode::SERVICE_UNAVAILABLE, "stopping", title).retry_after(1)
+}
+
 /// Returns the problem for an object that does not exist.
 pub(super) fn not_found(what: impl Into<String>) -> Problem {
     Problem::new(StatusCode::NOT_FOUND, "not-found", "not found").detail(what)

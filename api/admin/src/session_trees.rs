@@ -1,4 +1,4 @@
-//! The list of trees of sessions, each with the backends that its sessions are at.
+//! Trees of sessions: their list, with the backends that their sessions are at, and each by its root.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -6,12 +6,18 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use axum::extract::State;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use state::command::Command;
 use state::ids::{AgentSessionKey, BackendRef, LogIndex};
 use state::prefix::user_key;
-use state::trees::{SessionTree, TreesView};
+use state::trees::{AgentSession, SessionTree, TreesView};
 
-use super::answer::{Answer, ListQuery, QueryParams, ReadLevel, at_level};
-use super::sessions::{Position, SessionNaming, TurnTokens, page_of, position_of};
+use super::answer::{
+    Answer, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, Written, at_level, submit,
+};
+use super::problem::not_found;
+use super::sessions::{
+    Position, SessionDetail, SessionNaming, TurnTokens, USED, id_of, page_of, position_of, search,
+};
 use super::users::key_text;
 use super::{AdminState, PAGE_ENTRIES_MAX};
 use api::error::Problem;
@@ -78,6 +84,16 @@ enum TreeOrder {
     Tokens,
 }
 
+impl TreeOrder {
+    /// Returns its name in cursors.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Used => USED,
+            Self::Tokens => "tokens",
+        }
+    }
+}
+
 /// Query parameters of the list.
 #[derive(Debug, Clone, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -96,8 +112,28 @@ pub(super) struct TreeQuery {
     cursor: Option<String>,
 }
 
+/// A tree of sessions. Its figures include sessions that have ended.
+#[derive(Serialize, JsonSchema)]
+pub(super) struct TreeResponse {
+    index: LogIndex,
+    /// Id of its root.
+    root: String,
+    /// Name of the user who pays; `null`: the user is no longer known.
+    user: Option<String>,
+    user_key: String,
+    /// Time since its first turn began, in milliseconds.
+    age_ms: u64,
+    /// Number of turns that ended.
+    turns: u64,
+    usage: TurnTokens,
+    /// Number of sessions that have not ended.
+    sessions_total: u32,
+    /// These sessions, a parent before its children and the oldest first; at most 1000.
+    sessions: Vec<SessionDetail>,
+}
+
 /// A tree with the last use of its sessions, in replicated milliseconds.
-type UsedTree<'a> = (&'a SessionTree, u64);
+type UsedTree = (SessionTree, u64);
 
 pub(super) async fn list(
     State(admin): State<AdminState>,
@@ -108,26 +144,30 @@ pub(super) async fn list(
         ..ListQuery::default()
     };
     let limit = page.limit()?;
-    let after = query.cursor.as_deref().map(position_of).transpose()?;
+    let order = query.order;
+    let after = position_of(query.cursor.as_deref(), order.label())?;
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
     let hash_seed = admin.view.registry().hash_seed;
     let user = query.user.map(|name| user_key(hash_seed, &name));
-    let trees = admin.view.trees();
-    let found: Vec<(Position, UsedTree<'_>)> = with_last_use(&trees)
-        .filter(|(_, (it, _))| user.is_none_or(|user| it.user == user))
-        .map(|(root, (it, used_ms))| match query.order {
-            TreeOrder::Used => ((used_ms, root), (it, used_ms)),
-            TreeOrder::Tokens => ((it.usage.tokens(), root), (it, used_ms)),
-        })
-        .collect();
-    let trees_found = found.len();
-    let (found, next_cursor) = page_of(found.into_iter(), after, limit);
+    let searching = move |trees: &TreesView| {
+        let found: Vec<(Position, UsedTree)> = with_last_use(trees)
+            .filter(|(_, (it, _))| user.is_none_or(|user| it.user == user))
+            .map(|(root, (it, used_ms))| match order {
+                TreeOrder::Used => ((used_ms, root), (it, used_ms)),
+                TreeOrder::Tokens => ((it.usage.tokens(), root), (it, used_ms)),
+            })
+            .collect();
+        let trees_found = found.len();
+        let page = page_of(found.into_iter(), (after, order.label()), limit);
+        let homes = homes(trees, &page.0.iter().map(|((_, root), _)| *root).collect());
+        (page, homes, (trees_found, trees.counts()))
+    };
+    let (page, mut homes, (trees_found, counts)) = search(&admin, searching).await?;
+    let ((found, next_cursor), (sessions_total, trees_total)) = (page, counts);
     let users = found.iter().map(|(_, (it, _))| it.user).collect();
     let names = SessionNaming::of(&admin, &users);
-    let mut homes = homes(&trees, &found.iter().map(|((_, root), _)| *root).collect());
-    let (sessions_total, trees_total) = trees.counts();
-    let summary = |((_, root), it): (Position, UsedTree<'_>)| {
+    let summary = |((_, root), it): (Position, UsedTree)| {
         summary(&names, (root, it), homes.remove(&root).unwrap_or_default())
     };
     Ok(Answer(TreeList {
@@ -140,13 +180,87 @@ pub(super) async fn list(
     }))
 }
 
-fn with_last_use(trees: &TreesView) -> impl Iterator<Item = (AgentSessionKey, UsedTree<'_>)> {
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    PathParam(root): PathParam<String>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Answer<TreeResponse>, Problem> {
+    let root = id_of("root", &root)?;
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let searching = move |trees: &TreesView| {
+        let tree = *trees.tree(root)?;
+        Some((tree, in_order(trees, root, &tree)))
+    };
+    let found = search(&admin, searching).await?;
+    let (tree, shown) = found.ok_or_else(|| not_found(format!("no tree has the root {root}")))?;
+    let names = SessionNaming::of(&admin, &BTreeSet::from([tree.user]));
+    Ok(Answer(TreeResponse {
+        index,
+        root: root.to_string(),
+        user: names.user(tree.user),
+        user_key: key_text(tree.user),
+        age_ms: names.since_ms(tree.begun_ms),
+        turns: tree.turns,
+        usage: TurnTokens::of(&tree.usage),
+        sessions_total: tree.sessions,
+        sessions: shown
+            .iter()
+            .map(|(key, it)| names.detail(*key, it))
+            .collect(),
+    }))
+}
+
+/// Ends all sessions of the tree with this root.
+pub(super) async fn end(
+    State(admin): State<AdminState>,
+    PathParam(root): PathParam<String>,
+) -> Result<Written, Problem> {
+    let root = id_of("root", &root)?;
+    submit(&admin, Command::EndTree { root }).await
+}
+
+/// Returns the sessions of a tree, a parent before its children and the oldest first, up to
+/// [`PAGE_ENTRIES_MAX`]. A session without a known parent comes at the level of the root.
+fn in_order(
+    trees: &TreesView,
+    root: AgentSessionKey,
+    tree: &SessionTree,
+) -> Vec<(AgentSessionKey, AgentSession)> {
+    let of_tree = trees.sessions().filter(|(_, it)| it.root == root);
+    let mut members: Vec<_> = of_tree.take(tree.sessions as usize).collect();
+    // The youngest first, as they are taken from the end.
+    members.sort_unstable_by_key(|(key, it)| Reverse((it.begun_ms, *key)));
+    let known: BTreeSet<_> = members.iter().map(|(key, _)| *key).collect();
+    let mut children = BTreeMap::<_, Vec<_>>::new();
+    for (key, session) in members {
+        let parent = session
+            .parent
+            .filter(|it| key != root && known.contains(it));
+        children.entry(parent).or_default().push((key, session));
+    }
+    let (mut ordered, mut next) = (Vec::new(), Vec::<(AgentSessionKey, &AgentSession)>::new());
+    while ordered.len() < PAGE_ENTRIES_MAX {
+        if let Some((key, session)) = next.pop() {
+            ordered.push((key, *session));
+            next.extend(children.remove(&Some(key)).unwrap_or_default());
+        } else if let Some((_, others)) = children.pop_first() {
+            // First those without a parent, then any that clients made each other's parents.
+            next = others;
+        } else {
+            break;
+        }
+    }
+    ordered
+}
+
+fn with_last_use(trees: &TreesView) -> impl Iterator<Item = (AgentSessionKey, UsedTree)> {
     let mut used = HashMap::<AgentSessionKey, u64>::new();
     for (_, session) in trees.sessions() {
         let used_ms = used.entry(session.root).or_default();
         *used_ms = session.used_ms.max(*used_ms);
     }
-    let tree = move |(root, used_ms)| Some((root, (trees.tree(root)?, used_ms)));
+    let tree = move |(root, used_ms)| Some((root, (*trees.tree(root)?, used_ms)));
     used.into_iter().filter_map(tree)
 }
 
@@ -170,7 +284,7 @@ fn homes(
 
 fn summary(
     names: &SessionNaming,
-    (root, (tree, used_ms)): (AgentSessionKey, UsedTree<'_>),
+    (root, (tree, used_ms)): (AgentSessionKey, UsedTree),
     homes: HomeCounts,
 ) -> TreeSummary {
     let homes_total = homes.len();

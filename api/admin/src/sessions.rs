@@ -1,5 +1,5 @@
-//! Sessions of agents and chats: what the cluster knows of each, and their trees. Names of sessions
-//! are not stored; an id is a hash.
+//! Sessions of agents and chats: what the cluster knows of each. Names of sessions are not stored; an
+//! id is a hash.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,23 +9,20 @@ use axum::extract::State;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::Registry;
-use state::command::Command;
 use state::ids::{AgentSessionKey, BackendRef, LogIndex, ModelKey, UserKey};
 use state::prefix::user_key;
-use state::trees::{AgentSession, SessionTree, TreesView, TurnUsage};
+use state::trees::{AgentSession, TreesView, TurnUsage};
 
-use super::answer::{
-    Answer, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, Written, at_level, submit,
-};
+use super::answer::{Answer, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level};
 use super::bins::model_names;
-use super::problem::{invalid, not_found};
+use super::problem::{invalid, not_found, stopping};
 use super::users::key_text;
 use super::{Admin, AdminState, PAGE_ENTRIES_MAX};
 use api::error::Problem;
 
 /// A session.
 #[derive(Serialize, JsonSchema)]
-struct SessionDetail {
+pub(super) struct SessionDetail {
     /// Hash of the user's key and the session's name, 16 hex digits.
     id: String,
     /// Session that started it; `null`: it is a root.
@@ -90,24 +87,12 @@ pub(super) struct SessionList {
     next_cursor: Option<String>,
 }
 
-/// A tree of sessions. Its figures include sessions that have ended.
+/// A session, as it is known by itself.
 #[derive(Serialize, JsonSchema)]
-pub(super) struct TreeResponse {
+pub(super) struct SessionResponse {
     index: LogIndex,
-    /// Id of its root.
-    root: String,
-    /// Name of the user who pays; `null`: the user is no longer known.
-    user: Option<String>,
-    user_key: String,
-    /// Time since its first turn began, in milliseconds.
-    age_ms: u64,
-    /// Number of turns that ended.
-    turns: u64,
-    usage: TurnTokens,
-    /// Number of sessions that have not ended.
-    sessions_total: u32,
-    /// These sessions, a parent before its children and the oldest first; at most 1000.
-    sessions: Vec<SessionDetail>,
+    #[serde(flatten)]
+    session: SessionDetail,
 }
 
 /// Query parameters of the list.
@@ -127,6 +112,9 @@ pub(super) struct SessionQuery {
     /// `next_cursor` of the page before.
     cursor: Option<String>,
 }
+
+/// Order of a list, as its cursors name it: what was used last comes first.
+pub(super) const USED: &str = "used";
 
 /// Position of a session or tree in a list: what it is ordered by, and its key. Higher ones come
 /// first.
@@ -171,7 +159,7 @@ impl SessionNaming {
         self.now_ms.saturating_sub(at_ms)
     }
 
-    fn detail(&self, key: AgentSessionKey, session: &AgentSession) -> SessionDetail {
+    pub(super) fn detail(&self, key: AgentSessionKey, session: &AgentSession) -> SessionDetail {
         SessionDetail {
             id: key.to_string(),
             parent: session.parent.map(|parent| parent.to_string()),
@@ -198,25 +186,27 @@ pub(super) async fn list(
         ..ListQuery::default()
     };
     let limit = page.limit()?;
-    let after = query.cursor.as_deref().map(position_of).transpose()?;
+    let after = position_of(query.cursor.as_deref(), USED)?;
     at_level(&admin, query.read).await?;
     let (index, registry) = (admin.view.applied(), admin.view.registry());
-    let trees = admin.view.trees();
     let user = query.user.map(|name| user_key(registry.hash_seed, &name));
     let mut backends = registry.backends.iter();
     let home = query.backend.map(|id| {
         let named = backends.find(|it| it.spec.id == id);
         named.map(|it| it.handle)
     });
-    let found = trees
-        .sessions()
-        .filter(|(_, it)| user.is_none_or(|user| it.user == user))
-        .filter(|(_, it)| home.is_none_or(|home| home == Some(it.home)))
-        .map(|(key, it)| ((it.used_ms, key), it));
-    let (found, next_cursor) = page_of(found, after, limit);
+    let searching = move |trees: &TreesView| {
+        let found = trees
+            .sessions()
+            .filter(|(_, it)| user.is_none_or(|user| it.user == user))
+            .filter(|(_, it)| home.is_none_or(|home| home == Some(it.home)))
+            .map(|(key, it)| ((it.used_ms, key), *it));
+        (page_of(found, (after, USED), limit), trees.counts())
+    };
+    let (page, (sessions_total, trees_total)) = search(&admin, searching).await?;
+    let (found, next_cursor) = page;
     let users = found.iter().map(|(_, it)| it.user).collect();
     let names = SessionNaming::of(&admin, &users);
-    let (sessions_total, trees_total) = trees.counts();
     Ok(Answer(SessionList {
         index,
         sessions_total,
@@ -229,85 +219,35 @@ pub(super) async fn list(
     }))
 }
 
-/// Shows the tree of the session with this id.
 pub(super) async fn show(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<String>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Answer<TreeResponse>, Problem> {
+) -> Result<Answer<SessionResponse>, Problem> {
     let id = id_of("id", &id)?;
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
-    let trees = admin.view.trees();
-    let root = trees.root_of(id, None);
-    let tree = trees.tree(root).ok_or_else(|| unknown(id))?;
-    let names = SessionNaming::of(&admin, &BTreeSet::from([tree.user]));
-    let shown = in_order(&trees, root, tree);
-    Ok(Answer(TreeResponse {
+    let session = admin.view.trees().session(id).copied();
+    let session = session.ok_or_else(|| not_found(format!("no session has the id {id}")))?;
+    let names = SessionNaming::of(&admin, &BTreeSet::from([session.user]));
+    Ok(Answer(SessionResponse {
         index,
-        root: root.to_string(),
-        user: names.user(tree.user),
-        user_key: key_text(tree.user),
-        age_ms: names.since_ms(tree.begun_ms),
-        turns: tree.turns,
-        usage: TurnTokens::of(&tree.usage),
-        sessions_total: tree.sessions,
-        sessions: shown
-            .iter()
-            .map(|(key, it)| names.detail(*key, it))
-            .collect(),
+        session: names.detail(id, &session),
     }))
 }
 
-/// Returns the sessions of a tree, a parent before its children and the oldest first, up to
-/// [`PAGE_ENTRIES_MAX`]. A session without a known parent comes at the level of the root.
-fn in_order<'a>(
-    trees: &'a TreesView,
-    root: AgentSessionKey,
-    tree: &SessionTree,
-) -> Vec<(AgentSessionKey, &'a AgentSession)> {
-    let of_tree = trees.sessions().filter(|(_, it)| it.root == root);
-    let mut members: Vec<_> = of_tree.take(tree.sessions as usize).collect();
-    // The youngest first, as they are taken from the end.
-    members.sort_unstable_by_key(|(key, it)| Reverse((it.begun_ms, *key)));
-    let known: BTreeSet<_> = members.iter().map(|(key, _)| *key).collect();
-    let mut children = BTreeMap::<_, Vec<_>>::new();
-    for (key, session) in members {
-        let parent = session
-            .parent
-            .filter(|it| key != root && known.contains(it));
-        children.entry(parent).or_default().push((key, session));
-    }
-    let (mut ordered, mut next) = (Vec::new(), Vec::new());
-    while ordered.len() < PAGE_ENTRIES_MAX {
-        if let Some((key, session)) = next.pop() {
-            ordered.push((key, session));
-            next.extend(children.remove(&Some(key)).unwrap_or_default());
-        } else if let Some((_, others)) = children.pop_first() {
-            // First those without a parent, then any that clients made each other's parents.
-            next = others;
-        } else {
-            break;
-        }
-    }
-    ordered
+/// Searches sessions and trees on another thread, because it may read all of them.
+pub(super) async fn search<T: Send + 'static>(
+    admin: &Admin,
+    search: impl FnOnce(&TreesView) -> T + Send + 'static,
+) -> Result<T, Problem> {
+    let trees = Arc::clone(&admin.view.trees());
+    let searched = tokio::task::spawn_blocking(move || search(&trees)).await;
+    searched.map_err(|_| stopping())
 }
 
-/// Ends all sessions of the tree of the session with this id.
-pub(super) async fn end(
-    State(admin): State<AdminState>,
-    PathParam(id): PathParam<String>,
-) -> Result<Written, Problem> {
-    let id = id_of("id", &id)?;
-    let root = admin.view.trees().root_of(id, None);
-    submit(&admin, Command::EndTree { root }).await
-}
-
-fn unknown(id: AgentSessionKey) -> Problem {
-    not_found(format!("no session has the id {id}"))
-}
-
-fn id_of(field: &str, text: &str) -> Result<AgentSessionKey, Problem> {
+/// Reads the id of a session from the parameter `field`.
+pub(super) fn id_of(field: &str, text: &str) -> Result<AgentSessionKey, Problem> {
     hex(text).map(AgentSessionKey).ok_or_else(|| {
         let found = format!("{text:?}, expected 16 hex digits");
         invalid(field, found)
@@ -321,10 +261,10 @@ fn hex(text: &str) -> Option<u64> {
 }
 
 /// Returns the `limit` entries with the highest positions below `after`, the highest first, and the
-/// cursor of the next page.
+/// cursor of the next page in this `order`.
 pub(super) fn page_of<T>(
     entries: impl Iterator<Item = (Position, T)>,
-    after: Option<Position>,
+    (after, order): (Option<Position>, &str),
     limit: usize,
 ) -> (Vec<(Position, T)>, Option<String>) {
     let below = entries.filter(|(position, _)| after.is_none_or(|after| *position < after));
@@ -336,15 +276,23 @@ pub(super) fn page_of<T>(
     }
     page.sort_unstable_by_key(|(position, _)| Reverse(*position));
     let last = page.last().filter(|_| has_more);
-    let next = last.map(|((amount, key), _)| format!("{amount:016x}-{key}"));
+    let next = last.map(|((amount, key), _)| format!("{order}-{amount:016x}-{key}"));
     (page, next)
 }
 
-/// Reads the cursor that [`page_of`] returned.
-pub(super) fn position_of(cursor: &str) -> Result<Position, Problem> {
+/// Reads the cursor that [`page_of`] returned in this `order`, if there is one.
+pub(super) fn position_of(cursor: Option<&str>, order: &str) -> Result<Option<Position>, Problem> {
+    let Some(cursor) = cursor else {
+        return Ok(None);
+    };
     let read = || {
-        let (amount, key) = cursor.split_once('-')?;
+        let place = cursor.strip_prefix(order)?.strip_prefix('-')?;
+        let (amount, key) = place.split_once('-')?;
         Some((hex(amount)?, AgentSessionKey(hex(key)?)))
     };
-    read().ok_or_else(|| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))
+    let unfit = || {
+        let found = format!("{cursor:?}, expected a next_cursor of the same order");
+        invalid("cursor", found)
+    };
+    read().map(Some).ok_or_else(unfit)
 }

@@ -89,7 +89,7 @@ export const endTree = (tree) => confirm({
   title: `End tree ${tree.root}?`,
   effect: ['All replicas forget its sessions, where they were, and what they have used of the limits per tree.', 'Its requests go on, and the next one of each session begins it anew.'],
   verb: 'End',
-  request: () => ({ method: 'DELETE', path: `/admin/v1/sessions/${tree.root}` }),
+  request: () => ({ method: 'DELETE', path: `/admin/v1/session-trees/${tree.root}` }),
   done: 'The tree has ended',
 });
 

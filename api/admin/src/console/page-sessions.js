@@ -68,7 +68,7 @@ export function mount(root, signal, [given = '']) {
     const id = open;
     const close = h('button', { type: 'button', class: 'plain', 'aria-label': 'Close', onclick: () => { open = ''; picture.hidden = true; history.replaceState(null, '', '#/sessions'); } }, icon('close'));
     try {
-      const tree = await get(`/admin/v1/sessions/${encodeURIComponent(id)}`, signal);
+      const tree = await get(`/admin/v1/session-trees/${encodeURIComponent(id)}`, signal);
       if (id !== open) return;
       draw(picture, tree, close);
     } catch (fault) {

@@ -94,7 +94,7 @@ export function event(it) {
 
 export const ACTIONS = {
   'found-cluster': 'Cluster founded, with the settings of a config',
-  'put-backend': 'Put backend', 'delete-backend': 'Remove backend', 'drain-backend': 'Drain backend',
-  'set-draining': 'Drain or undrain backend', 'put-policy': 'Set policy', 'put-routing': 'Set routing', 'put-admission': 'Set admission',
+  'put-backend': 'Put backend', 'delete-backend': 'Remove backend', 'drain': 'Drain backend', 'drain-moving-streams': 'Drain and move streams',
+  'undrain': 'Undrain backend', 'put-policy': 'Set policy', 'put-routing': 'Set routing', 'put-admission': 'Set admission',
   'configure-user': 'Configure user', 'put-user-defaults': 'Set defaults of users', 'delete-user': 'Delete user', 'forgive-user': 'Forgive user', 'end-tree': 'End tree of sessions',
 };

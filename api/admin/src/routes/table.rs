@@ -313,23 +313,8 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
     },
     RouteInfo {
         path: "/admin/v1/sessions/{id}",
-        calls: &[
-            get(
-                "getSession",
-                VIEWER,
-                "The tree of a session: its figures and its sessions.",
-                || served(sessions::show),
-            )
-            .fails(&[NOT_FOUND]),
-            delete(
-                "endSession",
-                OPERATOR,
-                "Ends all sessions of a session's tree. Its requests go on, and its next one begins a \
- new session.",
-                || served(sessions::end),
-            )
-            .fails(&[NOT_FOUND]),
-        ],
+        calls: &[get("getSession", VIEWER, "A session.", || served(sessions::show))
+            .fails(&[NOT_FOUND])],
     },
     RouteInfo {
         path: "/admin/v1/session-trees",
@@ -339,6 +324,26 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             "Trees of sessions with their figures and homes, those used last first.",
             || served(session_trees::list),
         )],
+    },
+    RouteInfo {
+        path: "/admin/v1/session-trees/{root}",
+        calls: &[
+            get(
+                "getSessionTree",
+                VIEWER,
+                "A tree of sessions: its figures and its sessions.",
+                || served(session_trees::show),
+            )
+            .fails(&[NOT_FOUND]),
+            delete(
+                "endSessionTree",
+                OPERATOR,
+                "Ends all sessions of a tree. Its requests go on, and the next one of each session \
+ begins it anew.",
+                || served(session_trees::end),
+            )
+            .fails(&[NOT_FOUND]),
+        ],
     },
     RouteInfo {
         path: "/admin/v1/waiting",

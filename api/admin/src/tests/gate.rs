@@ -185,8 +185,9 @@ const PERMISSIONS: Expect = expect![[r#"
         POST /admin/v1/users/{name}/forgive: operator
         GET /admin/v1/sessions: viewer
         GET /admin/v1/sessions/{id}: viewer
-        DELETE /admin/v1/sessions/{id}: operator
         GET /admin/v1/session-trees: viewer
+        GET /admin/v1/session-trees/{root}: viewer
+        DELETE /admin/v1/session-trees/{root}: operator
         GET /admin/v1/waiting: viewer
         GET /admin/v1/keys: viewer
         POST /admin/v1/keys: operator

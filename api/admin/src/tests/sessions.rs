@@ -137,33 +137,73 @@ async fn pages_of_sessions_join_to_the_whole_list() {
         }
         assert_eq!(joined, whole, "{limit}");
     }
-    for cursor in ["7", "0-0", "x"] {
+    for cursor in ["7", "0-0", "x", "used-0-0"] {
         let path = format!("/admin/v1/sessions?cursor={cursor}");
         let problem = bench.problem(("GET", &path, ""), 400, "invalid").await;
         assert_eq!(problem["field"], "cursor");
     }
 }
 
+/// Returns the path of the tree with this root.
+fn tree_path(root: u64) -> String {
+    format!("/admin/v1/session-trees/{}", id(root))
+}
+
 #[tokio::test]
-async fn a_tree_is_shown_by_any_of_its_sessions() {
+async fn a_session_is_shown_by_its_id() {
     let (bench, _) = with_trees();
-    for key in [1, 2, 3] {
-        let tree = bench.get(&format!("/admin/v1/sessions/{}", id(key))).await;
-        assert_eq!(ids(&tree), [1, 3, 2].map(id), "parents first");
-        assert_eq!(tree["root"], id(1));
-        assert_eq!((&tree["user"], &tree["turns"]), (&json!("ada"), &json!(1)));
-        assert_eq!(tree["sessions_total"], 3);
-        assert_eq!(tree["usage"]["hit_percent"], 75.0);
-    }
+    let shown = bench.get(&format!("/admin/v1/sessions/{}", id(3))).await;
+    assert_eq!(
+        (&shown["id"], &shown["parent"], &shown["root"]),
+        (&json!(id(3)), &json!(id(1)), &json!(id(1)))
+    );
+    assert_eq!(
+        (&shown["user"], &shown["tokens"]),
+        (&json!("ada"), &json!(420))
+    );
     let unknown = format!("/admin/v1/sessions/{}", id(7));
+    bench.problem(("GET", &unknown, ""), 404, "not-found").await;
+    let path = "/admin/v1/sessions/7";
+    let problem = bench.problem(("GET", path, ""), 400, "invalid").await;
+    assert_eq!(problem["field"], "id");
+}
+
+#[tokio::test]
+async fn a_tree_is_shown_by_its_root_alone() {
+    let (bench, _) = with_trees();
+    let tree = bench.get(&tree_path(1)).await;
+    assert_eq!(ids(&tree), [1, 3, 2].map(id), "parents first");
+    assert_eq!(tree["root"], id(1));
+    assert_eq!((&tree["user"], &tree["turns"]), (&json!("ada"), &json!(1)));
+    assert_eq!(tree["sessions_total"], 3);
+    assert_eq!(tree["usage"]["hit_percent"], 75.0);
     for method in ["GET", "DELETE"] {
-        bench
-            .problem((method, &unknown, ""), 404, "not-found")
-            .await;
-        let path = "/admin/v1/sessions/7";
+        for other in [3, 7] {
+            let path = tree_path(other);
+            bench.problem((method, &path, ""), 404, "not-found").await;
+        }
+        let path = "/admin/v1/session-trees/7";
         let problem = bench.problem((method, path, ""), 400, "invalid").await;
-        assert_eq!(problem["field"], "id");
+        assert_eq!(problem["field"], "root");
     }
+}
+
+#[tokio::test]
+async fn the_tree_of_a_root_that_begins_again_as_a_child_keeps_its_name() {
+    let (bench, homes) = with_trees();
+    // The root ends, its tree goes on, and the same name begins below another session.
+    let root = SessionRef::Key(AgentSessionKey(1));
+    batch(&bench, vec![Item::EndSession(root)]);
+    begin(&bench, "ada", (1, Some(9)), homes[0]);
+    let session = bench.get(&format!("/admin/v1/sessions/{}", id(1))).await;
+    assert_eq!(session["root"], id(9));
+    assert_eq!(ids(&bench.get(&tree_path(1)).await), [3, 2].map(id));
+    assert_eq!(ids(&bench.get(&tree_path(9)).await), [9, 1].map(id));
+    let ended = bench.call("DELETE", &tree_path(1), "").await;
+    assert_eq!(ended.status, 200, "{}", ended.body);
+    let path = tree_path(1);
+    bench.problem(("GET", &path, ""), 404, "not-found").await;
+    assert_eq!(ids(&bench.get(&tree_path(9)).await), [9, 1].map(id));
 }
 
 #[tokio::test]
@@ -173,21 +213,19 @@ async fn a_tree_is_shown_whole_in_spite_of_circular_parents() {
     begin(&bench, "eve", (20, Some(21)), homes[0]);
     begin(&bench, "eve", (21, Some(20)), homes[0]);
     begin(&bench, "eve", (22, Some(23)), homes[0]);
-    let tree = bench.get(&format!("/admin/v1/sessions/{}", id(20))).await;
+    let tree = bench.get(&tree_path(21)).await;
     assert_eq!(ids(&tree), [21, 20].map(id));
-    for key in [22, 23] {
-        let tree = bench.get(&format!("/admin/v1/sessions/{}", id(key))).await;
-        assert_eq!((ids(&tree), &tree["root"]), (vec![id(22)], &json!(id(23))));
-    }
+    let tree = bench.get(&tree_path(23)).await;
+    assert_eq!((ids(&tree), &tree["root"]), (vec![id(22)], &json!(id(23))));
 }
 
 #[tokio::test]
-async fn ending_a_session_ends_its_tree() {
+async fn ending_a_tree_ends_its_sessions() {
     let (bench, _) = with_trees();
-    let path = format!("/admin/v1/sessions/{}", id(2));
-    let ended = bench.call("DELETE", &path, "").await;
+    let ended = bench.call("DELETE", &tree_path(1), "").await;
     assert_eq!(ended.status, 200, "{}", ended.body);
     assert_eq!(ids(&bench.get("/admin/v1/sessions").await), [id(9)]);
+    let path = tree_path(1);
     bench.problem(("DELETE", &path, ""), 404, "not-found").await;
 }
 
@@ -196,7 +234,7 @@ async fn an_ended_parent_does_not_end_its_children() {
     let (bench, _) = with_trees();
     let root = SessionRef::Key(AgentSessionKey(1));
     batch(&bench, vec![Item::EndSession(root)]);
-    let tree = bench.get(&format!("/admin/v1/sessions/{}", id(1))).await;
+    let tree = bench.get(&tree_path(1)).await;
     assert_eq!(ids(&tree), [3, 2].map(id), "the tree outlives its root");
     assert_eq!(tree["root"], id(1));
 }
@@ -237,6 +275,9 @@ async fn trees_are_listed_with_their_homes_by_last_use_or_tokens() {
         (roots(&second), &second["next_cursor"]),
         (vec![id(9)], &Value::Null)
     );
+    let other = format!("/admin/v1/session-trees?order=tokens&cursor={cursor}");
+    let problem = bench.problem(("GET", &other, ""), 400, "invalid").await;
+    assert_eq!(problem["field"], "cursor", "it is of another order");
     let of_bo = bench.get("/admin/v1/session-trees?user=bo").await;
     assert_eq!(
         (roots(&of_bo), &of_bo["trees_found"]),

@@ -35,6 +35,25 @@ async fn a_backend_can_be_put_drained_undrained_and_deleted() {
 }
 
 #[tokio::test]
+async fn the_last_drain_tells_whether_streams_move() {
+    let bench = Bench::with_backends();
+    let calls = [
+        ("drain?move_streams=true", true, "drain-moving-streams"),
+        ("drain", false, "drain"),
+        ("drain?move_streams=true", true, "drain-moving-streams"),
+        ("undrain", false, "undrain"),
+    ];
+    for (call, moves_streams, action) in calls {
+        let path = format!("/admin/v1/backends/gpu-1/{call}");
+        assert_eq!(bench.call("POST", &path, "").await.status, StatusCode::OK);
+        let shown = bench.get("/admin/v1/backends/gpu-1").await;
+        assert_eq!(shown["state"]["moves_streams"], moves_streams, "{call}");
+        let audit = bench.get("/admin/v1/audit").await;
+        assert_eq!(audit["writes"][0]["action"], action);
+    }
+}
+
+#[tokio::test]
 async fn a_backend_has_the_latest_role() {
     let bench = Bench::new();
     let put = async |body: &str| {
