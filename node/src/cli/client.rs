@@ -189,6 +189,18 @@ impl AdminTarget {
         self.send(Method::GET, path, None).await
     }
 
+    /// Sends `GET path` and returns the body of a successful response; `None` if there is nothing.
+    pub(super) async fn find(&self, path: &str) -> anyhow::Result<Option<Value>> {
+        let answer = self.ask(Method::GET, path, None).await?;
+        if answer.status == StatusCode::NOT_FOUND {
+            return Ok(None);
+        }
+        let found = answer.success();
+        found
+            .map(Some)
+            .with_context(|| format!("GET {}", self.url(path)))
+    }
+
     /// Sends `GET /readyz` and returns the body, whatever the status of the response.
     pub(super) async fn readiness(&self) -> anyhow::Result<Value> {
         let answer = self.ask(Method::GET, "/readyz", None).await?;

@@ -9,7 +9,7 @@ use http::Method;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::Value;
 
-use super::client::encoded;
+use super::client::{AdminTarget, encoded};
 use super::edit::WriteArgs;
 use super::read::{ReadArgs, json_text, print_json};
 use super::table::{cell, percent};
@@ -30,16 +30,16 @@ pub(super) struct SessionArgs {
 enum SessionCommand {
     /// List sessions, those used last first
     List(ListSessionsArgs),
-    /// Show the tree of a session: its figures and its sessions
+    /// Show a tree: its figures and its sessions
     Show {
-        /// Id of any session of the tree
+        /// Id of the tree's root, or of any session of it that is no root
         id: String,
         #[command(flatten)]
         read: ReadArgs,
     },
-    /// End all sessions of a session's tree; its requests go on
+    /// End all sessions of a tree; its requests go on
     End {
-        /// Id of any session of the tree
+        /// Id of the tree's root, or of any session of it that is no root
         id: String,
         #[command(flatten)]
         write: WriteArgs,
@@ -68,7 +68,7 @@ pub(super) async fn run(args: SessionArgs) -> anyhow::Result<ExitCode> {
         None => list(args.list).await,
         Some(SessionCommand::List(args)) => list(args).await,
         Some(SessionCommand::Show { id, read }) => {
-            let tree = read.target.get(&path_of(&id)).await?;
+            let (_, tree) = tree(&read.target, &id).await?;
             if read.json {
                 return print_json(&tree);
             }
@@ -76,15 +76,25 @@ pub(super) async fn run(args: SessionArgs) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Some(SessionCommand::End { id, write }) => {
-            let path = path_of(&id);
+            let (path, tree) = tree(&write.target, &id).await?;
             let answer = write.target.send(Method::DELETE, &path, None).await?;
-            write.done(&format!("tree of session {id}: ended"), &answer)
+            write.done(&format!("tree {}: ended", cell(&tree["root"])), &answer)
         }
     }
 }
 
-fn path_of(id: &str) -> String {
-    format!("/admin/v1/sessions/{}", encoded(id))
+/// Fetches the tree with the root `id`, or else that of the session `id`, and its path.
+async fn tree(target: &AdminTarget, id: &str) -> anyhow::Result<(String, Value)> {
+    let of_root = |root: &str| format!("/admin/v1/session-trees/{}", encoded(root));
+    let path = of_root(id);
+    if let Some(tree) = target.find(&path).await? {
+        return Ok((path, tree));
+    }
+    let session = format!("/admin/v1/sessions/{}", encoded(id));
+    let session = target.get(&session).await?;
+    let path = of_root(session["root"].as_str().unwrap_or_default());
+    let tree = target.get(&path).await?;
+    Ok((path, tree))
 }
 
 async fn list(args: ListSessionsArgs) -> anyhow::Result<ExitCode> {
