@@ -127,7 +127,7 @@ function attemptPicture(request, attempt, at) {
     h('p', { class: 'because' }, sentence(request, attempt)),
     attempt.is_panic && h('p', { class: 'fault' }, 'Most probes failed, so that health was ignored.'),
     h('div', { class: 'candidates', role: 'table', 'aria-label': 'Candidates' },
-      h('div', { role: 'row', class: 'cand head' }, ['Backend', 'Prefix held', `Score, less is better`, 'Under way'].map((it) => h('span', { role: 'columnheader' }, it))),
+      h('div', { role: 'row', class: 'cand head' }, ['Backend', 'Prefix held', `Score, less is better`, 'In flight'].map((it) => h('span', { role: 'columnheader' }, it))),
       listed.map((it) => h('div', { role: 'row', class: `cand${it.id === attempt.choice ? ' chosen' : ''}` },
         h('span', { role: 'rowheader' }, it.id ?? 'removed', it.id === attempt.choice && h('span', { class: 'tag' }, 'Chosen')),
         h('span', { role: 'cell' }, blocks(it.matched, request.blocks_total), h('span', { class: 'num note' }, `${count(it.matched)} / ${count(request.blocks_total)}`)),
