@@ -5,6 +5,7 @@
 //! process; each has its own sockets, state and metrics.
 
 mod clocks;
+mod cluster_status;
 mod divergence;
 mod events;
 #[cfg(feature = "fuzzing")]

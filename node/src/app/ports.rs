@@ -4,17 +4,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use api::ports::{
-    BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, PeerFinding, Propose,
-    ProposeError, QuestionTopic,
+    BoxFuture, ChangeError, Cluster, ClusterStatus, Propose, ProposeError, QuestionTopic,
 };
 use bytes::Bytes;
-use raft::{Replica, Role};
+use raft::Replica;
 use state::RouterState;
 use state::command::{Command, Committed, Envelope, Lane, Origin, Rejection, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
 use super::clocks::ClusterClocks;
+use super::cluster_status::cluster_status;
 use super::machine::SharedState;
 use super::scaling::Scaling;
 use crate::planted::{self, Bug};
@@ -357,68 +357,6 @@ impl Cluster for LogPort {
 
     fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>> {
         Box::pin(async move { self.replica.snapshot().await.map_err(change_error) })
-    }
-}
-
-/// Converts the status of the Raft replica for the admin API.
-fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
-    let member = |(id, member): (&u8, &raft::Member)| {
-        let status = MemberStatus {
-            peer: member.address.clone(),
-            labels: member.labels.clone(),
-            is_voter: member.is_voter,
-            is_connected: member.is_connected,
-            silent_ms: member
-                .silent_since
-                .map(|since| u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)),
-            is_refusing: member.is_refusing,
-            lag: member.lag,
-            clock_skew_ms: None,
-        };
-        (ReplicaId(*id), status)
-    };
-    // Only a leader that a quorum answers leads: without one, nobody commits anything.
-    let role = match status.role {
-        Role::Leader if !status.has_quorum => Role::Candidate,
-        role => role,
-    };
-    ClusterStatus {
-        id: ReplicaId(status.id),
-        session,
-        cluster_id: status.cluster_id.map(|id| format!("{id:032x}")),
-        role: match role {
-            Role::Leader => "leader",
-            Role::Follower => "follower",
-            Role::Candidate => "candidate",
-            Role::Learner => "learner",
-            Role::Forming => "forming",
-            Role::Removed => "removed",
-            Role::Stopped => "stopped",
-        },
-        term: status.term,
-        leader: status.leader.filter(|_| status.has_quorum).map(ReplicaId),
-        has_quorum: status.has_quorum,
-        committed_index: status.committed,
-        applied_index: status.applied,
-        snapshot_index: status.snapshot,
-        caught_up: status.caught_up,
-        is_removed: status.is_removed,
-        fault: status.fault.clone(),
-        unjoined: status.unjoined.clone(),
-        peers: status.peers.iter().map(peer_finding).collect(),
-        waiting: status.waiting.clone(),
-        scaling: None,
-        version: env!("CARGO_PKG_VERSION"),
-        members: status.members.iter().map(member).collect(),
-    }
-}
-
-fn peer_finding(peer: &raft::PeerFinding) -> PeerFinding {
-    PeerFinding {
-        address: peer.address.clone(),
-        state: peer.state.name(),
-        is_hindrance: !peer.state.is_fine(),
-        detail: peer.detail.clone(),
     }
 }
 
