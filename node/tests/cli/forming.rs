@@ -209,9 +209,11 @@ fn a_lost_replica_comes_back_under_a_new_id_in_one_command() {
     });
     let admin = replicas[0].admin.to_string();
     let replace = |old: &str| quorate(&["member", "replace", old, "--admin", &admin]);
-    let refused = text(&replace("3").stderr);
+    let refused = replace("3");
+    let refused = text(&refused.stderr);
     assert!(refused.contains("replica 3 answers: stop it"), "{refused}");
-    let refused = text(&replace("9").stderr);
+    let refused = replace("9");
+    let refused = text(&refused.stderr);
     assert!(refused.contains("the members are 1, 2, 3"), "{refused}");
     drop(replicas.pop());
     until("its end is noticed", || {
