@@ -414,6 +414,7 @@ impl ReadBack for PutBackendBody {
         "engine",
         "engine_info",
         "probes",
+        "answers",
     ];
 }
 

@@ -106,6 +106,7 @@ async fn backends_are_listed_with_all_known_facts() {
                 "seen_ms_ago": null,
                 "metrics_detail": null,
             },
+            "answers": { "all": 0, "client_errors": 0, "server_errors": 0 },
         })
     );
     assert_eq!(list["backends"][1]["state"]["name"], "unhealthy");
