@@ -36,7 +36,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.DrainingChosen", "I39", &[], 4, 3),
     ("api.ShareIgnored", "I70", &[], 4, 9),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
-    ("api.AnswerPaidAgain", "I38", &[], 4, 1),
+    ("api.AnswerPaidAgain", "I38", &[], 4, 3),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
     ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 27),
     (

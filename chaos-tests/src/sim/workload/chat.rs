@@ -115,7 +115,8 @@ impl ChatState {
     /// one session, whichever replicas they reach; the first instruction is the parent of the
     /// others.
     pub(super) fn session(&self) -> NamedSession {
-        let key = |which: u64| AgentSessionKey(xxh3_64_with_seed(self.user.as_bytes(), which));
+        // The lowest bit is left to sessions with one turn, so that no late item finds one of them.
+        let key = |which: u64| AgentSessionKey(xxh3_64_with_seed(self.user.as_bytes(), which) << 1);
         NamedSession {
             key: key(self.which),
             parent: (self.which > 0).then(|| key(0)),

@@ -81,7 +81,7 @@ async fn ask(handles: &ReplicaHandles, rng: &mut Rng, number: u64) {
     let said = 1 + rng.below(60);
     chat.says(rng, said);
     let id = format!("{}-stream-{number}", handles.run);
-    let key = AgentSessionKey(xxh3_64(id.as_bytes()));
+    let key = AgentSessionKey(xxh3_64(id.as_bytes()) | 1);
     let session = NamedSession {
         key,
         parent: None,

@@ -247,6 +247,10 @@ impl Seam {
             return Err(ContinueRejection::NotContinued);
         }
         self.is_checked |= sent > 0;
+        // The text may be tokenized in another number of tokens than it was generated in. What the
+        // first engine held back is generated again.
+        let least = self.generated.saturating_sub(self.less_max);
+        let completion_tokens = reported.completion_tokens + generated.clamp(least, self.generated);
         let set = |range: Range<usize>, count: u64| Edit {
             range,
             by: count.to_string().into(),
@@ -255,9 +259,8 @@ impl Seam {
             let value = shifted(&member.value, usage.start);
             match &json[usage.clone()][member.key] {
                 b"prompt_tokens" => edits.push(set(value, prompt_tokens)),
-                b"completion_tokens" => {
-                    edits.push(set(value, reported.completion_tokens + generated));
-                }
+                b"completion_tokens" => edits.push(set(value, completion_tokens)),
+                b"total_tokens" => edits.push(set(value, prompt_tokens + completion_tokens)),
                 b"prompt_tokens_details" => {
                     for detail in members(&json[value.clone()]) {
                         let count = shifted(&detail.value, value.start);
@@ -421,6 +424,32 @@ mod tests {
         let seam = Seam::behind(&relayed(&[FIRST]), true, 0);
         let found = joined(seam, &stream, 9).unwrap();
         assert!(found.contains(r#""content":"d""#), "{found}");
+    }
+
+    #[test]
+    fn usage_counts_tokens_as_they_were_generated() {
+        // The first engine generated two tokens, and may have held back `held` of them.
+        for (is_chat, sent, held, expected) in [
+            (true, 11, 0, 3),
+            (true, 13, 0, 3),
+            (false, 17, 0, 3),
+            (false, 10, 0, 3),
+            (false, 11, 1, 2),
+            (false, 10, 1, 2),
+            (false, 12, 1, 3),
+        ] {
+            let stream = event(&format!(
+                r#"{{"choices":[{{"text":"c"}}],"usage":{{"prompt_tokens":{sent},"total_tokens":{},"completion_tokens":1}}}}"#,
+                sent + 1
+            ));
+            let seam = Seam::behind(&relayed(&[FIRST]), is_chat, held);
+            let usage = format!(
+                r#""usage":{{"prompt_tokens":10,"total_tokens":{},"completion_tokens":{expected}}}"#,
+                10 + expected
+            );
+            let found = joined(seam, &stream, 9).unwrap();
+            assert!(found.contains(&usage), "{sent}, {held}: {found}");
+        }
     }
 
     #[test]
