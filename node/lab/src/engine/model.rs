@@ -330,6 +330,20 @@ impl Scheduler {
         hit.tokens(&self.pool)
     }
 
+    /// Returns the number of tokens that are left to compute of all prompts, as the cache is now.
+    #[must_use]
+    pub fn prefill_left(&self) -> u64 {
+        let left = |request: &ScheduledRequest| {
+            let tokens = request.job.sequence.tokens();
+            let ready = match request.cached {
+                None => self.cached_tokens(&request.job.sequence),
+                Some(_) => request.computed,
+            };
+            u64::from(tokens.saturating_sub(ready))
+        };
+        self.requests.values().map(left).sum()
+    }
+
     /// Returns the number of distinct hashes of cached blocks.
     #[must_use]
     pub fn cached_hashes(&self) -> usize {

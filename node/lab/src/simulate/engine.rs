@@ -146,6 +146,19 @@ impl SimEngine {
         }
     }
 
+    /// Returns the number of prompt tokens that this engine would compute before this prompt's first
+    /// output token.
+    #[must_use]
+    pub fn tokens_to_first(&self, prompt: &SimPrompt) -> u64 {
+        match &self.model {
+            EngineTiming::Continuous { scheduler, .. } => {
+                let own = prompt.sequence.prompt_tokens() - self.cached_tokens(prompt);
+                scheduler.prefill_left() + u64::from(own)
+            }
+            EngineTiming::Static { .. } => 0,
+        }
+    }
+
     /// Puts the prompt's blocks into the cache of this engine, which must be idle.
     pub fn hold(&mut self, prompt: &SimPrompt) {
         self.submit_fetched(usize::MAX, prompt, 1);

@@ -124,6 +124,7 @@ fn agents(comparison: &SimComparison) -> FittedTable {
         column("turns").number().rank(1),
         column("at longest prefix %").number(),
         column("moved %").number(),
+        column("of which sooner %").number().rank(1),
         column("early %").number(),
         column("unseen %").number(),
         column("missed elsewhere %").number(),
@@ -131,6 +132,8 @@ fn agents(comparison: &SimComparison) -> FittedTable {
         column("at parent's prefix %").number(),
         column("parent has room %").number().rank(1),
         column("then there %").number(),
+        column("at a copy %").number().rank(1),
+        column("sooner %").number().rank(1),
     ]);
     for run in &comparison.runs {
         let Some(agents) = &run.agents else {
@@ -141,6 +144,7 @@ fn agents(comparison: &SimComparison) -> FittedTable {
             agents.turns.to_string(),
             format!("{:.1}", 100.0 * agents.at_longest_prefix),
             format!("{:.1}", 100.0 * agents.moved),
+            format!("{:.1}", 100.0 * agents.moved_sooner),
             format!("{:.1}", 100.0 * agents.early),
             format!("{:.1}", 100.0 * agents.unseen),
             format!("{:.1}", 100.0 * agents.missed_elsewhere),
@@ -148,6 +152,8 @@ fn agents(comparison: &SimComparison) -> FittedTable {
             format!("{:.1}", 100.0 * agents.at_parents_prefix),
             format!("{:.1}", 100.0 * agents.with_room),
             format!("{:.1}", 100.0 * agents.at_parents_prefix_with_room),
+            format!("{:.1}", 100.0 * agents.at_copy_with_room),
+            format!("{:.1}", 100.0 * agents.sooner_with_room),
         ]);
     }
     table

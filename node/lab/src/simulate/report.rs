@@ -165,6 +165,9 @@ pub struct AgentFigures {
     pub at_longest_prefix: f64,
     /// Share of them that were sent elsewhere although the replica knew of a longer prefix.
     pub moved: f64,
+    /// Share of them that had fewer prompt tokens before their first output token where they were sent
+    /// than at every engine with their longest prefix; part of `moved`.
+    pub moved_sooner: f64,
     /// Share of them whose engine lacked what the replica expected there: it was not computed yet, or
     /// evicted.
     pub early: f64,
@@ -182,6 +185,11 @@ pub struct AgentFigures {
     pub with_room: f64,
     /// Share of these that were sent there.
     pub at_parents_prefix_with_room: f64,
+    /// Share of them that were sent to another engine that had the same.
+    pub at_copy_with_room: f64,
+    /// Share of them that were sent to another engine without it, where fewer prompt tokens were to
+    /// be computed before their first output token.
+    pub sooner_with_room: f64,
 }
 
 /// What one session got between the warm-up and the horizon.
@@ -300,6 +308,7 @@ impl AgentFigures {
             turns: agents.turns,
             at_longest_prefix: ratio(agents.at_longest, agents.with_prefix),
             moved: ratio(agents.moved, agents.with_prefix),
+            moved_sooner: ratio(agents.moved_sooner, agents.with_prefix),
             early: ratio(agents.early, agents.with_prefix),
             unseen: ratio(agents.unseen, agents.with_prefix),
             missed_elsewhere: ratio(agents.missed_tokens, tally.prompt_tokens),
@@ -307,6 +316,8 @@ impl AgentFigures {
             at_parents_prefix: ratio(agents.at_parent, agents.children),
             with_room: ratio(agents.with_room, agents.children),
             at_parents_prefix_with_room: ratio(agents.at_parent_with_room, agents.with_room),
+            at_copy_with_room: ratio(agents.at_copy_with_room, agents.with_room),
+            sooner_with_room: ratio(agents.sooner_with_room, agents.with_room),
         })
     }
 }

@@ -90,6 +90,9 @@ pub struct AgentTally {
     pub at_longest: u64,
     /// Number of the others that were sent elsewhere although the replica knew of a longer prefix.
     pub moved: u64,
+    /// Number of these that had fewer prompt tokens before their first output token where they were sent
+    /// than at every engine with the longest prefix.
+    pub moved_sooner: u64,
     /// Number of the others whose engine lacked what the replica expected there: it was not computed
     /// yet, or evicted.
     pub early: u64,
@@ -107,6 +110,11 @@ pub struct AgentTally {
     pub with_room: u64,
     /// Number of these that were sent there.
     pub at_parent_with_room: u64,
+    /// Number of the others that were sent to an engine that had the same.
+    pub at_copy_with_room: u64,
+    /// Number of the others that had fewer prompt tokens before their first output token where they
+    /// were sent: no request waited at the parent's engine, but it computed prompts.
+    pub sooner_with_room: u64,
 }
 
 /// Turns of one session between the warm-up and the horizon.

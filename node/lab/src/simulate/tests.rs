@@ -512,7 +512,8 @@ fn agents_send_every_turn_once_under_every_policy() {
         let sent = (agents.turns, agents.children);
         assert_eq!(sent, (run.requests, children.count() as u64));
         assert!(agents.at_parents_prefix >= agents.with_room * agents.at_parents_prefix_with_room);
-        assert!(agents.with_room > 0.0 && agents.at_parents_prefix_with_room <= 1.0);
+        let placed = agents.at_parents_prefix_with_room + agents.at_copy_with_room;
+        assert!(agents.with_room > 0.0 && placed + agents.sooner_with_room <= 1.0 + 1e-9);
         let by_cause = agents.moved + agents.early + agents.unseen;
         let all = agents.at_longest_prefix + by_cause;
         assert!(

@@ -123,8 +123,12 @@ impl SimWorld<'_> {
         agents.turns += 1;
         agents.with_prefix += u64::from(longest > 0);
         agents.at_longest += u64::from(longest > 0 && here == longest);
+        let tokens = |engine: &super::SimEngine| engine.tokens_to_first(&turn.prompt);
         if here < longest {
             let is_known = there < most;
+            let holders = self.engines.iter().filter(|it| held(it) == longest);
+            let sooner = || holders.map(tokens).min() > Some(tokens(&self.engines[engine]));
+            agents.moved_sooner += u64::from(is_known && sooner());
             let is_early = !is_known && here / self.plan.block_tokens < there;
             agents.moved += u64::from(is_known);
             agents.early += u64::from(is_early);
@@ -143,6 +147,13 @@ impl SimWorld<'_> {
             agents.at_parent += u64::from(is_there);
             agents.with_room += u64::from(has_room);
             agents.at_parent_with_room += u64::from(is_there && has_room);
+            if let (Some(parents), true) = (parents, has_room && !is_there) {
+                let is_copy = has_shared(engine);
+                let [own, parents] = [engine, parents].map(|it| tokens(&self.engines[it]));
+                let is_sooner = !is_copy && own < parents;
+                agents.at_copy_with_room += u64::from(is_copy);
+                agents.sooner_with_room += u64::from(is_sooner);
+            }
         }
         self.turns.engines[turn.session] = Some(engine);
         self.requests[request].sent = self.now;
