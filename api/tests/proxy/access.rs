@@ -253,11 +253,13 @@ async fn a_line_names_a_trace_only_where_one_exists() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     for (sample_ppm, id) in [(0, "traced-never"), (1_000_000, "traced-always")] {
         let (collector, tracer, _) = Collector::default().start(sample_ppm).await;
-        let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
+        let engines = [&engine];
+        let fleet = Fleet::start_with(&engines, PATIENT, |settings| {
             settings.logged_requests = LoggedRequests::All;
             settings.tracer = Some(tracer);
         });
-        let mut client = fleet.await.client().await;
+        let fleet = fleet.await;
+        let mut client = fleet.client().await;
         let head = format!("host: router\r\nx-request-id: {id}\r\n");
         client
             .ask(chat("").replacen("host: router\r\n", &head, 1))

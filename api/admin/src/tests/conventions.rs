@@ -18,7 +18,12 @@ async fn an_unknown_query_key_is_refused_with_the_known_ones() {
             "x",
             json!(["read", "limit", "cursor"]),
         ),
-        ("GET", "/admin/v1/events?follow=1", "follow", json!(["last"])),
+        (
+            "GET",
+            "/admin/v1/events?follow=1",
+            "follow",
+            json!(["last"]),
+        ),
         ("GET", "/livez?full=1", "full", json!([])),
         (
             "POST",
