@@ -340,6 +340,18 @@ pub enum ProxyError {
         /// Why no other backend goes on; `None` if streams are not continued.
         obstacle: Option<String>,
     },
+    /// The answer cannot be continued behind what the client has received.
+    #[error("this answer cannot be continued: {obstacle}; the request may be sent again")]
+    NotResumable {
+        /// What is in the way.
+        obstacle: String,
+    },
+    /// Another request carries the stream.
+    #[error("another request has taken this stream over")]
+    TakenOver,
+    /// The log did not confirm in time that this replica carries the stream.
+    #[error("the cluster did not confirm in time that this replica carries the stream")]
+    Unconfirmed,
     /// The backend did not start or continue its response in time.
     #[error("the backend did not respond in time")]
     EngineTimeout,
@@ -423,6 +435,9 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::EngineBroke | ProxyError::EngineBrokeOff { .. } => {
             (502, "server_error", "backend_broke")
         }
+        ProxyError::NotResumable { .. } => (409, "invalid_request_error", "stream_not_resumable"),
+        ProxyError::TakenOver => (409, "invalid_request_error", "stream_taken_over"),
+        ProxyError::Unconfirmed => (503, "server_error", "stream_unconfirmed"),
         ProxyError::Redirected => (502, "server_error", "backend_redirects"),
         ProxyError::RefusedCredentials => (502, "server_error", "backend_refuses_credentials"),
         ProxyError::EngineTimeout => (504, "server_error", "backend_timeout"),
@@ -431,6 +446,8 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::EngineBroke
         | ProxyError::EngineBrokeOff { .. }
         | ProxyError::EngineTimeout
+        | ProxyError::NotResumable { .. }
+        | ProxyError::TakenOver
         | ProxyError::BreaksBackends => Some(false),
         _ => None,
     };
@@ -460,6 +477,7 @@ fn retry_after_s(failure: &ProxyError) -> Option<u32> {
         | ProxyError::UserAtLimit
         | ProxyError::Starting
         | ProxyError::StaleKeys
+        | ProxyError::Unconfirmed
         | ProxyError::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
         ProxyError::OverLimit { retry_after_ms, .. }
         | ProxyError::OverBudget { retry_after_ms, .. }

@@ -97,6 +97,8 @@ struct DecisionSummary {
     /// Session of which the request was a turn; `null`: it named none.
     session: Option<TurnView>,
     stream: bool,
+    /// Whether the request went on with a stream of another replica.
+    resumed: bool,
     /// Number of prompt tokens, as far as known.
     tokens: u32,
     /// Number of full blocks of the prompt.
@@ -367,6 +369,7 @@ impl DecisionSummary {
             user_source: record.user_source.text(),
             session: record.session.as_ref().map(TurnView::of),
             stream: record.is_stream,
+            resumed: record.is_resumed,
             tokens: record.tokens,
             blocks_total: record.blocks,
             attempts: attempts.len(),

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use state::ids::{BackendRef, ModelKey, Slot, Ticket, UserKey};
 use state::quotas::LimitRejection;
+use state::streams::CarriedStream;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -42,11 +43,17 @@ pub trait AdmissionRequest: Send + Sync + 'static {
         None
     }
 
+    /// Returns the resumable stream that the request carries, if it does.
+    fn carried(&self) -> Option<CarriedStream> {
+        None
+    }
+
     /// Returns the terms of its dispatch.
     fn terms(&self) -> DispatchTerms {
         DispatchTerms {
             tokens_max: self.tokens_max(),
             earlier: self.earlier(),
+            carried: self.carried(),
         }
     }
 

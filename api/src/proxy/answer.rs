@@ -28,6 +28,7 @@ use super::request::dialect::Dialect;
 use super::request::headers::{CLOSE, UPGRADE_AND_CLOSE, client_request_id, request_id};
 use super::request::identify::RequestOrigin;
 use super::request::request_body::{BodyReader, HeldBodyBytes, read_on};
+use super::request::resumption::{is_resumable, take_claim};
 use super::request::routes::{Route, unslashed};
 use super::response::ratelimit;
 use super::response::response_body::{SharedResponseBody, lock};
@@ -240,7 +241,19 @@ impl Proxy {
             is_of_gateway: endpoints.is_some(),
             ..request_head(&head, &peer)
         };
-        let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
+        let streams = &self.settings.streams;
+        let claim = match &endpoints {
+            None => take_claim(streams, &head, &mut body)?,
+            Some(_) => None,
+        };
+        let (mut read, ids) = self.requests.read(&told, &holder, &mut body).await?;
+        read.is_resumed = claim.is_some();
+        let carried = match &claim {
+            Some(claim) => Some(self.dispatcher.new_carrier(claim.id.stream)),
+            None if endpoints.is_some() => None,
+            None => is_resumable(streams, &head, (&read.parsed, &body))
+                .then(|| self.dispatcher.new_stream()),
+        };
         // The token ids are as long as the prompt, and no longer needed.
         drop(ids);
         *user = Some(read.user.key(self.requests.hash_seed()));
@@ -270,6 +283,7 @@ impl Proxy {
             ids,
             (peer, endpoints),
             (record, trace),
+            (carried, claim),
         ))
     }
 

@@ -77,7 +77,7 @@ use crate::engines::backends::Backends;
 use crate::engines::backends::pool::Pool;
 use crate::net::connections::ClientTable;
 use crate::readiness::ReadinessCheck;
-use crate::routing::Router;
+use crate::routing::{Dispatcher, Router};
 
 /// State that all connections of a data plane share.
 pub struct Proxy {
@@ -85,6 +85,7 @@ pub struct Proxy {
     requests: Arc<RequestReader>,
     decisions: Arc<DecisionLog>,
     backends: Arc<Backends>,
+    dispatcher: Arc<Dispatcher>,
     view: Arc<StateView>,
     pool: Pool,
     settings: Arc<ProxySettings>,
@@ -140,6 +141,7 @@ impl Proxy {
         Self {
             requests: Arc::new(requests),
             decisions: Arc::new(decisions),
+            dispatcher: Arc::clone(router.dispatcher()),
             admission,
             backends,
             view: Arc::clone(router.view()),

@@ -73,6 +73,7 @@ pub use decide::select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use dispatch::Dispatcher;
 pub(crate) use dispatch::attempt::pricing_of;
 pub use dispatch::attempt::{Attempt, DispatchTerms, EarlierAttempts, EarlierCharge};
+pub(crate) use dispatch::attempt::{EarlierAttempt, TakeOverError};
 pub use dispatch::hidden_output::HiddenOutput;
 pub use dispatch::prefill::PrefillAttempt;
 pub use dispatch::priced_total::LargestRequest;

@@ -41,6 +41,8 @@ pub(crate) struct TracedQuestion<'a> {
     pub(crate) tokens_max: Option<u32>,
     pub(crate) choices: u32,
     pub(crate) is_stream: bool,
+    /// Whether the request goes on with a stream of another replica.
+    pub(crate) is_resumed: bool,
     /// Number of prompt tokens, as far as known.
     pub(crate) tokens: u32,
 }
@@ -144,6 +146,9 @@ impl RequestTrace {
                 "gen_ai.request.max_tokens",
                 i64::from(tokens),
             ));
+        }
+        if asked.is_resumed {
+            span.set_attribute(KeyValue::new("quorate.resumed", true));
         }
         if asked.choices > 1 {
             let choices = i64::from(asked.choices);

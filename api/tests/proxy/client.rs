@@ -7,7 +7,7 @@ use tokio::net::TcpStream;
 
 pub(crate) struct Client {
     pub(crate) stream: TcpStream,
-    read: Vec<u8>,
+    pub(crate) read: Vec<u8>,
 }
 
 /// A response as received.
@@ -173,7 +173,7 @@ impl Client {
         !self.fill().await && self.read.is_empty()
     }
 
-    async fn fill(&mut self) -> bool {
+    pub(crate) async fn fill(&mut self) -> bool {
         let mut buffer = vec![0; 64 * 1024];
         match self.stream.read(&mut buffer).await {
             Ok(0) | Err(_) => false,

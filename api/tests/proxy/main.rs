@@ -46,6 +46,7 @@ mod picker_traces;
 mod picking;
 mod predictions;
 mod ranks;
+mod resumed;
 mod retries;
 mod reuse;
 mod sessions;

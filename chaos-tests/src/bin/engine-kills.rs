@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use chaos_tests::processes::engine_kills::{self, EngineKillsOptions, EngineKillsReport};
+use chaos_tests::processes::engine_kills::{self, EngineKillsOptions, EngineKillsReport, Victims};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -24,6 +24,9 @@ struct EngineKillsArgs {
     /// Seed of the requests and of the times of the kills
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
+    /// Kill replicas instead of engines; their clients go on at other replicas
+    #[arg(long)]
+    replicas: bool,
     /// Use TLS everywhere, an operator's token and API keys
     #[arg(long)]
     secure: bool,
@@ -35,6 +38,10 @@ fn main() -> anyhow::Result<ExitCode> {
 
 async fn run(args: EngineKillsArgs) -> anyhow::Result<ExitCode> {
     let options = EngineKillsOptions {
+        victims: match args.replicas {
+            true => Victims::Replicas,
+            false => Victims::Engines,
+        },
         kills: args.kills,
         clients: args.clients,
         engines: args.engines,
@@ -60,14 +67,15 @@ async fn run(args: EngineKillsArgs) -> anyhow::Result<ExitCode> {
 fn print(report: &EngineKillsReport) -> anyhow::Result<()> {
     let differing: u64 = report.differences.values().map(|tally| tally.count).sum();
     say(format_args!(
-        "{} engines killed, {} chats and {} text completions streamed, {} of them cut off in the \
-         middle, {} decided again, longest pause of a cut stream {} ms; {differing} differences of \
-         streams, {} at rest",
+        "{} killed, {} chats and {} text completions streamed, {} of them cut off in the middle, {} \
+         went on elsewhere, {} begun again, longest pause of a cut stream {} ms; {differing} \
+         differences of streams, {} at rest",
         report.kills,
         report.chats,
         report.texts,
         report.hit,
         report.moved,
+        report.begun_again,
         report.longest_pause.as_millis(),
         report.at_rest.len(),
     ))?;

@@ -6,12 +6,15 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt;
+use http::response;
 use http_body_util::{BodyExt, Collected};
 use state::ids::Slot;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::request_context::ProxiedRequest;
-use super::{Answered, Tries, Unanswered, content, exclude_engine, outgoing, respond};
+use super::{
+    Answered, OutgoingRequest, Tries, Unanswered, content, exclude_engine, outgoing, respond,
+};
 use crate::engines::backends::pool::{EngineBody, Segments};
 use crate::engines::backends::{AnswerForm, EngineKind};
 use crate::proxy::Proxy;
@@ -66,17 +69,17 @@ impl TryMetrics for Retry {
     }
 }
 
-/// Returns what a response to `proxied` needs to go on elsewhere; `None` if it cannot, or if too
+/// Returns what a response to `proxied` of the backend in `slot` needs to go on elsewhere; `None` if it cannot, or if too
 /// many bytes of requests are kept already.
 pub(super) fn continuation(
     proxy: &Arc<Proxy>,
     proxied: &Arc<ProxiedRequest>,
-    tries: Tries,
+    (tries, slot): (Tries, Slot),
 ) -> Option<Box<Continuation>> {
     let (streams, parsed) = (&proxy.settings.streams, &proxied.parsed);
     let path = proxied.head.uri.path();
     let is_chat = path == "/v1/chat/completions";
-    let is_text = is_chat || path == "/v1/completions";
+    let is_text = is_text_path(path);
     let is_single = parsed.choices == 1 && parsed.batch.prompts == 0;
     if streams.resume == StreamResume::Off || !parsed.stream || !is_text || !is_single {
         return None;
@@ -89,8 +92,19 @@ pub(super) fn continuation(
         is_chat,
     };
     let tokens_max = streams.resume_max_tokens;
-    let continuation = Continuation::new(Box::new(continuer), tokens_max, streams.stall);
+    let mut continuation = Continuation::new(Box::new(continuer), tokens_max, streams.stall);
+    if let Some(mut ids) = proxied.event_ids(is_chat) {
+        if proxy.backends.kind(slot) == Some(EngineKind::LlamaCpp) {
+            ids.are_endless();
+        }
+        continuation.identify(ids);
+    }
     Some(Box::new(continuation))
+}
+
+/// Whether the streams of this endpoint can be continued.
+pub(super) fn is_text_path(path: &str) -> bool {
+    matches!(path, "/v1/chat/completions" | "/v1/completions")
 }
 
 /// Sends the request that continues a stream.
@@ -219,7 +233,7 @@ impl Drop for MoveGuard {
 async fn ask(
     proxy: &Arc<Proxy>,
     proxied: &Arc<ProxiedRequest>,
-    (body, mut seam): (Bytes, Option<Seam>),
+    (body, seam): (Bytes, Option<Seam>),
     tries: &mut Tries,
     text: &str,
 ) -> Result<ContinuedAnswer, ContinueRejection> {
@@ -227,12 +241,7 @@ async fn ask(
     sending.body = Segments::from(body.clone());
     sending.continued = Some(body);
     let answered = respond(proxy, proxied, &mut sending, tries, &mut Retry).await;
-    let Answered {
-        response,
-        mut attempt,
-        decision,
-        ..
-    } = answered.map_err(|unanswered| match unanswered {
+    let answered = answered.map_err(|unanswered| match unanswered {
         Unanswered::NotAdmitted(why) => {
             tracing::debug!(error = %why, "no backend for the rest of a stream");
             ContinueRejection::NoBackend
@@ -242,6 +251,26 @@ async fn ask(
             ContinueRejection::NoBackend
         }
     })?;
+    let (_, continued) = go_on(proxy, &sending, answered, seam, text).await?;
+    Ok(continued)
+}
+
+/// Returns the response of a backend that goes on behind the `seam` with the answer that begins with
+/// `text`, and the head of its response.
+pub(super) async fn go_on(
+    proxy: &Arc<Proxy>,
+    sending: &OutgoingRequest<'_>,
+    answered: Answered,
+    mut seam: Option<Seam>,
+    text: &str,
+) -> Result<(response::Parts, ContinuedAnswer), ContinueRejection> {
+    let proxied = sending.proxied;
+    let Answered {
+        response,
+        mut attempt,
+        decision,
+        ..
+    } = answered;
     let (head, mut body) = response.into_parts();
     let path = proxied.head.uri.path();
     let kind = content(
@@ -278,14 +307,15 @@ async fn ask(
     attempt.set_response_form(AnswerForm::of(path, true));
     attempt.set_hidden_output(None);
     proxied.earlier.go_on(&mut attempt, text);
-    Ok(ContinuedAnswer {
+    let continued = ContinuedAnswer {
         body,
         attempt,
         slot,
-        watched: sending.watched,
+        watched: sending.watched.clone(),
         seam,
         first,
-    })
+    };
+    Ok((head, continued))
 }
 
 /// Reads a stream until it continues the answer. Fails with the obstacle, or with
@@ -313,7 +343,7 @@ async fn begin(
 }
 
 /// Returns a body in one piece.
-fn whole(body: Segments) -> Bytes {
+pub(super) fn whole(body: Segments) -> Bytes {
     let collected = body.collect().now_or_never().and_then(Result::ok);
     collected.map(Collected::to_bytes).unwrap_or_default()
 }

@@ -18,6 +18,7 @@ mod continuation;
 pub(super) mod disaggregate;
 pub(super) mod log_order;
 pub(super) mod request_context;
+mod resume;
 pub(super) mod stored;
 
 use std::sync::{Arc, Mutex};
@@ -35,11 +36,12 @@ use self::continuation::{TryMetrics, continuation};
 use self::disaggregate::disaggregate;
 use self::log_order::known_at;
 use self::request_context::ProxiedRequest;
+use self::resume::resume;
 use self::stored::without_previous_response;
 use super::Proxy;
 use super::record::metrics::RequestMetricsGuard;
 use super::request::dialect::Dialect;
-use super::request::headers::clean_answer;
+use super::request::headers::{RESUMABLE, clean_answer};
 use super::request::usage_options::{WantedUsage, salted, splice};
 use super::response::answer_source::AnswerSource;
 use super::response::durable_charge::WithheldEnd;
@@ -48,7 +50,7 @@ use super::response::opening::{AnswerMedia, is_framed};
 use super::response::read_ahead::ReadAheadBounds;
 use super::response::response_body::{
     BodyKind, Continuation, ERROR_BYTES_MAX, RespondingBackend, ResponseBody, ResponseTimeouts,
-    SharedResponseBody,
+    SharedResponseBody, lock,
 };
 use super::response::sse::SseStream;
 use crate::admission::{AdmissionTry, DecisionTimes};
@@ -96,6 +98,10 @@ pub(super) async fn forward(
     proxied: &Arc<ProxiedRequest>,
     request_metrics: &mut RequestMetricsGuard,
 ) -> Result<ForwardResult, ProxyError> {
+    if let Some(claim) = &proxied.claim {
+        // Large and rare, so it should not be part of every request's future.
+        return Box::pin(resume(proxy, proxied, claim, request_metrics)).await;
+    }
     let (mut sending, wanted) = prepare(proxy, proxied, request_metrics)?;
     let mut tries = Tries {
         excluded: excluded_at_first(proxy, proxied).await?,
@@ -117,14 +123,46 @@ pub(super) async fn forward(
         proxy.metrics.stages.decoded(at.elapsed());
     }
     proxied.earlier.go_on(&mut attempt, "");
-    let response = response.map(AnswerSource::Engine);
-    let known_at = known_at(proxy, proxied, &decision, &attempt).await;
-    let continuation = continuation(proxy, proxied, tries);
+    let parts = AnswerParts {
+        response: response.map(AnswerSource::Engine),
+        attempt,
+        continuation: continuation(proxy, proxied, (tries, decision.backend.slot)),
+        decision,
+    };
+    Ok(relay_parts(proxy, &sending, parts, wanted).await)
+}
+
+/// A backend's response with what is needed to relay it.
+struct AnswerParts {
+    response: Response<AnswerSource>,
+    attempt: Attempt,
+    decision: Decision,
+    continuation: Option<Box<Continuation>>,
+}
+
+/// Relays a backend's response with the headers that say what its client may do with it.
+async fn relay_parts(
+    proxy: &Arc<Proxy>,
+    sending: &OutgoingRequest<'_>,
+    parts: AnswerParts,
+    wanted: WantedUsage,
+) -> ForwardResult {
+    let AnswerParts {
+        response,
+        attempt,
+        decision,
+        continuation,
+    } = parts;
+    let known_at = known_at(proxy, sending.proxied, &decision, &attempt).await;
     let answer = (response, attempt, continuation);
-    let mut relayed = relay(proxy, &sending, &decision, answer, wanted);
+    let mut relayed = relay(proxy, sending, &decision, answer, wanted);
+    if lock(relayed.body()).has_ids() {
+        let headers = relayed.headers_mut();
+        headers.insert(RESUMABLE, HeaderValue::from_static("1"));
+    }
     let (head, expose) = (relayed.status(), proxy.settings.expose);
     expose.index(relayed.headers_mut(), head, known_at);
-    Ok(ForwardResult::Relayed(relayed))
+    ForwardResult::Relayed(relayed)
 }
 
 /// Backends that a request was tried on.

@@ -8,11 +8,14 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Uri};
 use opentelemetry::trace::TraceId;
 use state::ids::Slot;
+use state::streams::CarriedStream;
 
 use crate::admission::AdmissionRequest;
 use crate::proxy::record::request_record::RequestRecord;
 use crate::proxy::request::client_request::ClientRequest;
+use crate::proxy::request::resumption::ResumeClaim;
 use crate::proxy::request::routes::shown_path;
+use crate::proxy::response::continuation::EventIds;
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::routing::{
@@ -76,6 +79,10 @@ pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) trace: Option<Arc<RequestTrace>>,
     /// Permit of the request's user, also for retries.
     pub(in crate::proxy) permit: PermitCell,
+    /// The resumable stream that the request carries, if it does.
+    pub(in crate::proxy) carried: Option<CarriedStream>,
+    /// What the client has received of a stream of another replica; `None` if its stream begins.
+    pub(in crate::proxy) claim: Option<Box<ResumeClaim>>,
     /// Attempts whose backends failed although they may have generated output, if another backend
     /// may go on.
     pub(in crate::proxy) earlier: EarlierAttempts,
@@ -90,6 +97,7 @@ impl ProxiedRequest {
         ids: (HeaderValue, HeaderValue),
         (peer, endpoints): (HeaderValue, Option<OfferedEndpoints>),
         (record, trace): (Option<Arc<RequestRecord>>, Option<Arc<RequestTrace>>),
+        (carried, claim): (Option<CarriedStream>, Option<Box<ResumeClaim>>),
     ) -> Self {
         Self {
             head,
@@ -102,8 +110,18 @@ impl ProxiedRequest {
             record,
             trace,
             permit: PermitCell::new(),
+            carried,
+            claim,
             earlier: EarlierAttempts::default(),
         }
+    }
+
+    /// Returns the ids of the events of the stream that the request carries; `None` if it carries
+    /// none.
+    pub(in crate::proxy) fn event_ids(&self, is_chat: bool) -> Option<EventIds> {
+        let stream = self.carried?.stream;
+        let text = self.claim.as_ref().map_or("", |claim| &claim.text);
+        Some(EventIds::behind(text, stream, is_chat))
     }
 
     /// Returns the salt that isolates the user's cached blocks; `None` if the user shares them.
@@ -170,6 +188,10 @@ impl AdmissionRequest for ProxiedRequest {
 
     fn earlier(&self) -> Option<EarlierCharge> {
         self.earlier.charge()
+    }
+
+    fn carried(&self) -> Option<CarriedStream> {
+        self.carried
     }
 
     fn is_traced(&self) -> bool {

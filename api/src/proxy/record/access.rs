@@ -125,6 +125,7 @@ macro_rules! line {
             user = $decided.user,
             model = $decided.model,
             stream = $decided.stream,
+            resumed = $decided.resumed,
             backend = $decided.backend,
             policy = $decided.policy,
             reason = $decided.reason,
@@ -160,6 +161,7 @@ impl AccessEntry {
             decided.user = Some(record.user.as_str());
             decided.model = Some(&record.model);
             decided.stream = Some(record.is_stream);
+            decided.resumed = record.is_resumed.then_some(true);
             decided.blocks_total = Some(record.blocks);
             decided.attempts = attempts.as_deref().map(Vec::len);
         }
@@ -181,6 +183,8 @@ struct DecidedFields<'a> {
     user: Option<&'a str>,
     model: Option<&'a str>,
     stream: Option<bool>,
+    /// `true`, or absent.
+    resumed: Option<bool>,
     backend: Option<&'a str>,
     policy: Option<&'static str>,
     reason: Option<&'static str>,

@@ -15,10 +15,18 @@ pub enum StreamBreak {
     Stalled,
     /// The backend drains, and its streams move.
     Moved,
+    /// The replica that relayed the stream failed, or the client lost its connection to it.
+    Router,
 }
 
 impl StreamBreak {
-    const ALL: [Self; 4] = [Self::Broke, Self::Error, Self::Stalled, Self::Moved];
+    const ALL: [Self; 5] = [
+        Self::Broke,
+        Self::Error,
+        Self::Stalled,
+        Self::Moved,
+        Self::Router,
+    ];
 
     /// Creates the counters of streams that go on, and of those that are lost, so that their rates
     /// are known from the first one.
@@ -43,6 +51,7 @@ impl EncodeLabelValue for StreamBreak {
             Self::Error => "error",
             Self::Stalled => "stalled",
             Self::Moved => "moved",
+            Self::Router => "router",
         }
         .encode(encoder)
     }
@@ -51,7 +60,7 @@ impl EncodeLabelValue for StreamBreak {
 /// Labels of the counter of streams whose engine failed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct BreakLabels {
-    /// What the engine did.
+    /// What the engine did, or that the router failed.
     pub cause: StreamBreak,
     /// `continued`, `completed` if only the end was missing, or the obstacle.
     pub result: BreakResult,

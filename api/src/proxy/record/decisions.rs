@@ -180,6 +180,7 @@ impl DecisionLog {
             deadline: request.deadline,
             tokens_max: request.parsed.max_tokens,
             is_stream: request.parsed.stream,
+            is_resumed: request.is_resumed,
             unit: request.identity.unit,
             tokens: request.identity.tokens,
             blocks: u32::try_from(blocks).unwrap_or(u32::MAX),

@@ -44,6 +44,8 @@ pub struct RequestRecord {
     pub tokens_max: Option<u32>,
     /// Whether the response is streamed.
     pub is_stream: bool,
+    /// Whether the request goes on with a stream of another replica.
+    pub is_resumed: bool,
     /// Unit of the prompt's blocks.
     pub unit: BlockUnit,
     /// Number of prompt tokens; an estimate unless `unit` is [`BlockUnit::Tokens`].

@@ -34,7 +34,7 @@ use crate::prompt::{
 };
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
-use crate::proxy::settings::reserved_fields::without_salt;
+use crate::proxy::settings::reserved_fields::without_field;
 use crate::routing::{
     Decider, PermitCell, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
 };
@@ -92,6 +92,8 @@ pub struct ClientRequest {
     pub deadline: Option<Duration>,
     /// Stages of the request that can run on two backends.
     pub stages: RequestStages,
+    /// Whether the request goes on with a stream of another replica.
+    pub is_resumed: bool,
     /// Address of the client, or the addresses that a trusted proxy names; `None` if unknown.
     address: Option<HeaderValue>,
     _made_by: ReaderOnly,
@@ -149,6 +151,7 @@ impl ClientRequest {
             tokens_max: self.parsed.max_tokens,
             choices: self.parsed.choices,
             is_stream: self.parsed.stream,
+            is_resumed: self.is_resumed,
             tokens: self.identity.tokens,
         }
     }
@@ -322,6 +325,7 @@ impl RequestReader {
             session,
             parsed,
             identity,
+            is_resumed: false,
             _made_by: ReaderOnly,
         };
         Ok((request, ids))
@@ -421,7 +425,7 @@ impl RequestReader {
             SaltedPath::Ignored => return Err(ProxyError::PathNotIsolated),
         };
         if request.parsed.has_cache_salt {
-            *body = without_salt(body)?;
+            *body = without_field(body, "cache_salt")?;
             // The fields are at other positions now.
             *request = self.reader.parse(path, body).await?;
         }

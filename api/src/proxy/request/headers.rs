@@ -31,6 +31,10 @@ pub(super) const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
 /// Header with the data-parallel rank that computes a request; vLLM and SGLang read it.
 pub(super) const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 pub(in crate::proxy) const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+/// Header with the id of the last event that a client has received (WHATWG HTML, section 9.2.4).
+pub(in crate::proxy) const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
+/// Header with which a client asks for event ids, and a response shows that it has them.
+pub(in crate::proxy) const RESUMABLE: HeaderName = HeaderName::from_static("x-quorate-resumable");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 /// Header with a request's priority among waiting requests.
@@ -42,7 +46,8 @@ pub(super) const OBJECTIVE: HeaderName = HeaderName::from_static("x-gateway-infe
 const OWN_PREFIX: &str = "x-quorate-";
 
 /// Request headers that are not forwarded: engines receive decoded bodies and respond uncompressed.
-const NOT_FORWARDED: [HeaderName; 5] = [
+const NOT_FORWARDED: [HeaderName; 6] = [
+    LAST_EVENT_ID,
     HOST,
     CONTENT_LENGTH,
     CONTENT_ENCODING,

@@ -104,7 +104,7 @@ pub(in crate::proxy) fn is_whole(json: &[u8]) -> bool {
 }
 
 /// Decodes a string literal, given with its quotes; `None` if it is not one.
-pub(super) fn string(literal: &[u8]) -> Option<std::borrow::Cow<'_, str>> {
+pub(in crate::proxy) fn string(literal: &[u8]) -> Option<std::borrow::Cow<'_, str>> {
     let inner = literal.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     if memchr::memchr(b'\\', inner).is_none() {
         return std::str::from_utf8(inner).ok().map(Into::into);

@@ -30,6 +30,9 @@ pub enum ResponseBodyError {
     /// The engine that was to continue the response began another one.
     #[error("the next backend did not continue the response")]
     NotContinued,
+    /// Another request carries the stream on.
+    #[error("another request has taken the stream over")]
+    TakenOver,
     /// The client read nothing for too long.
     #[error("the client does not read the response")]
     Untaken,

@@ -16,7 +16,7 @@ use bytes::{Bytes, BytesMut};
 use super::answer_usage::{AnswerDelta, inspect};
 use super::edits::{Edit, edited};
 use super::engine_error::EngineError;
-use super::event_scan::EventScan;
+use super::event_scan::{EventScan, unmarked};
 use super::long_event::LongEvent;
 use crate::proxy::request::usage_options::WantedUsage;
 
@@ -74,6 +74,43 @@ enum EventAction {
     Fails,
 }
 
+/// Line that an observer adds to an event: its id, if any.
+pub(in crate::proxy) trait EventLine {
+    /// Returns the line, with its end.
+    fn line(self) -> Option<Bytes>;
+}
+
+impl EventLine for () {
+    fn line(self) -> Option<Bytes> {
+        None
+    }
+}
+
+impl EventLine for Option<Bytes> {
+    fn line(self) -> Option<Bytes> {
+        self
+    }
+}
+
+/// What to do with an event.
+struct JudgedEvent {
+    action: EventAction,
+    /// Held chunk that precedes it.
+    before: Option<Bytes>,
+    /// Line to add to the event.
+    line: Option<Bytes>,
+}
+
+impl JudgedEvent {
+    fn new(action: EventAction, before: Option<Bytes>) -> Self {
+        Self {
+            action,
+            before,
+            line: None,
+        }
+    }
+}
+
 /// Position of a complete event's parts.
 struct EventRange {
     payload: Range<usize>,
@@ -81,6 +118,11 @@ struct EventRange {
     length: usize,
     /// Whether the event is named `error`.
     is_error: bool,
+}
+
+/// Returns the length of the byte order mark at the start of an event, which must stay there.
+fn mark_bytes(event: &[u8]) -> usize {
+    event.len() - unmarked(event).len()
 }
 
 /// Extracts usage and output from an event's payload. An event named `error` reports one whatever
@@ -146,10 +188,10 @@ impl SseStream {
 
     /// Accepts a frame and returns the bytes for the client, if any, including those held back
     /// before. Passes usage and output to `observe`.
-    pub(in crate::proxy) fn push(
+    pub(in crate::proxy) fn push<L: EventLine>(
         &mut self,
         frame: Bytes,
-        observe: &mut impl FnMut(&AnswerDelta<'_>),
+        observe: &mut impl FnMut(&AnswerDelta<'_>) -> L,
     ) -> Option<Bytes> {
         let bytes = if self.held.is_empty() {
             frame
@@ -167,7 +209,11 @@ impl SseStream {
         self.pass(&bytes, observe)
     }
 
-    fn pass(&mut self, bytes: &Bytes, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
+    fn pass<L: EventLine>(
+        &mut self,
+        bytes: &Bytes,
+        observe: &mut impl FnMut(&AnswerDelta<'_>) -> L,
+    ) -> Option<Bytes> {
         let mut edits = Vec::new();
         let mut start = 0;
         while start < bytes.len() {
@@ -178,8 +224,11 @@ impl SseStream {
                     break;
                 };
                 if let Some(findings) = passing.findings() {
-                    observe(&findings);
+                    let line = observe(&findings).line();
                     self.is_done |= findings.ends_stream;
+                    // The event has begun to pass, so its line follows in an event without data.
+                    let line = line.map(|line| [&line[..], b"\n"].concat());
+                    edits.extend(line.map(|line| Edit::insert(start + length, line.into())));
                 }
                 self.passing = None;
                 start += length;
@@ -189,33 +238,20 @@ impl SseStream {
             match scan.event_end(rest) {
                 Some(length) => {
                     if scan.payload().is_none() && !scan.is_comment() {
-                        self.read_joined(rest, &scan, observe);
+                        let line = self.read_joined(rest, &scan, observe);
+                        edits.extend(line.map(|line| Edit::insert(start, line)));
                     } else if let Some(payload) = scan.payload() {
                         let event = EventRange {
                             payload,
                             length,
                             is_error: scan.is_error(),
                         };
-                        let (judgement, before) = self.judge(rest, &event, observe);
-                        edits.extend(before.map(|by| Edit::insert(start, by)));
-                        match judgement {
-                            EventAction::Kept => {}
-                            EventAction::Cut(cut) => {
-                                edits.push(Edit::cut(start + cut.start..start + cut.end));
-                            }
-                            EventAction::Waits(usage) => {
-                                let event = start..start + length;
-                                self.last_chunk = Some(LastChunk {
-                                    event: bytes.slice(event.clone()),
-                                    usage,
-                                });
-                                edits.push(Edit::cut(event));
-                            }
-                            EventAction::Fails => {
-                                edits.push(self.hold_error(bytes, start));
-                                break;
-                            }
+                        let judged = self.judge(rest, &event, observe);
+                        if let EventAction::Fails = judged.action {
+                            edits.push(self.hold_error(bytes, start));
+                            break;
                         }
+                        self.follow(judged, (bytes, start..start + length), &mut edits);
                     }
                     start += length;
                 }
@@ -236,52 +272,96 @@ impl SseStream {
         edited(bytes, &edits)
     }
 
+    /// Adds the edits that follow from the judgement on the `event` in `bytes`.
+    fn follow(
+        &mut self,
+        judged: JudgedEvent,
+        (bytes, event): (&Bytes, Range<usize>),
+        edits: &mut Vec<Edit>,
+    ) {
+        let JudgedEvent {
+            action,
+            before,
+            line,
+        } = judged;
+        let start = event.start;
+        edits.extend(before.map(|by| Edit::insert(start, by)));
+        let line_edit = |by| Edit::insert(start + mark_bytes(&bytes[event.clone()]), by);
+        match action {
+            EventAction::Kept | EventAction::Fails => edits.extend(line.map(line_edit)),
+            EventAction::Cut(cut) => {
+                let is_whole = cut.len() == event.len();
+                edits.extend(line.filter(|_| !is_whole).map(line_edit));
+                edits.push(Edit::cut(start + cut.start..start + cut.end));
+            }
+            EventAction::Waits(usage) => {
+                let line = line.unwrap_or_default();
+                let usage = usage.start + line.len()..usage.end + line.len();
+                let whole = bytes.slice(event.clone());
+                let whole = match line.is_empty() {
+                    true => whole,
+                    false => [line, whole].concat().into(),
+                };
+                self.last_chunk = Some(LastChunk {
+                    event: whole,
+                    usage,
+                });
+                edits.push(Edit::cut(event));
+            }
+        }
+    }
+
     /// Reads the event at the start of `bytes`, whose data have several lines. It passes unchanged.
-    fn read_joined(
+    fn read_joined<L: EventLine>(
         &mut self,
         bytes: &[u8],
         scan: &EventScan,
-        observe: &mut impl FnMut(&AnswerDelta<'_>),
-    ) {
+        observe: &mut impl FnMut(&AnswerDelta<'_>) -> L,
+    ) -> Option<Bytes> {
         self.has_progress = true;
-        let Some(json) = scan.text(bytes) else { return };
+        let json = scan.text(bytes)?;
         let findings = inspect_event(&json, scan.is_error());
-        observe(&findings);
+        let line = observe(&findings).line();
         self.is_done |= findings.ends_stream || findings.error.is_some();
+        line
     }
 
-    /// Returns the action for the `event` at the start of `bytes`, and the held chunk that precedes
-    /// it.
-    fn judge(
+    /// Returns what to do with the `event` at the start of `bytes`.
+    fn judge<L: EventLine>(
         &mut self,
         bytes: &[u8],
         event: &EventRange,
-        observe: &mut impl FnMut(&AnswerDelta<'_>),
-    ) -> (EventAction, Option<Bytes>) {
+        observe: &mut impl FnMut(&AnswerDelta<'_>) -> L,
+    ) -> JudgedEvent {
         let json = &bytes[event.payload.clone()];
         if json.is_empty() {
-            return (EventAction::Kept, None);
+            return JudgedEvent::new(EventAction::Kept, None);
         }
         if json == b"[DONE]" {
             (self.is_done, self.has_progress) = (true, true);
             let last_chunk = self.last_chunk.take();
-            return (EventAction::Kept, last_chunk.map(|chunk| chunk.event));
+            return JudgedEvent::new(EventAction::Kept, last_chunk.map(|chunk| chunk.event));
         }
         let findings = inspect_event(json, event.is_error);
         if findings.is_ping {
-            return (EventAction::Kept, None);
+            return JudgedEvent::new(EventAction::Kept, None);
         }
-        observe(&findings);
+        let line = observe(&findings).line();
         self.has_progress = true;
         if self.holds_errors && findings.error.is_some_and(|it| it.is_server_error()) {
-            return (EventAction::Fails, None);
+            return JudgedEvent::new(EventAction::Fails, None);
         }
         self.is_done |= findings.ends_stream || findings.error.is_some();
         let before = self.last_chunk.take().map(|chunk| chunk.without_usage());
-        let Some(member) = findings.usage_member.clone() else {
-            return (EventAction::Kept, before);
+        let action = match findings.usage_member.clone() {
+            Some(member) => self.action(&findings, member, event),
+            None => EventAction::Kept,
         };
-        (self.action(&findings, member, event), before)
+        JudgedEvent {
+            action,
+            before,
+            line,
+        }
     }
 
     /// Returns the action for an event with the member `usage`.
@@ -313,9 +393,9 @@ impl SseStream {
 
     /// Ends the stream and returns what was held back, if anything. An event that lacks only its
     /// blank line is parsed.
-    pub(in crate::proxy) fn finish(
+    pub(in crate::proxy) fn finish<L: EventLine>(
         &mut self,
-        observe: &mut impl FnMut(&AnswerDelta<'_>),
+        observe: &mut impl FnMut(&AnswerDelta<'_>) -> L,
     ) -> Option<Bytes> {
         let rest = self.held.split().freeze();
         let mut ended = BytesMut::with_capacity(rest.len() + 2);
@@ -335,7 +415,12 @@ impl SseStream {
                 length,
                 is_error: scan.is_error(),
             };
-            (_, before) = self.judge(&ended, &event, observe);
+            let judged = self.judge(&ended, &event, observe);
+            before = judged.before.or_else(|| self.take_waiting());
+            before = match (before, judged.line) {
+                (Some(before), Some(line)) => Some([before, line].concat().into()),
+                (before, line) => before.or(line),
+            };
         }
         let before = before.or_else(|| self.take_waiting());
         match before {

@@ -19,7 +19,7 @@ const ANY: HeaderValue = HeaderValue::from_static("*");
 /// Response headers that pages can read in addition to the few always readable ones.
 const EXPOSED: HeaderValue = HeaderValue::from_static(
     "x-request-id, request-id, retry-after, x-should-retry, x-quorate-replica, \
-     x-quorate-backend, x-quorate-policy, x-quorate-prefix, x-quorate-index, x-quorate-ignored",
+     x-quorate-backend, x-quorate-policy, x-quorate-prefix, x-quorate-index, x-quorate-ignored, x-quorate-resumable",
 );
 
 /// CORS response headers, which are removed from an engine's response.

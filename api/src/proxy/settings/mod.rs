@@ -335,6 +335,9 @@ pub struct StreamSettings {
     #[schemars(range(min = 1, max = 1_048_576))]
     #[default(65_536)]
     pub resume_max_tokens: u32,
+    /// Whether clients that ask for it with `x-quorate-resumable: 1` get event ids, with which they go
+    /// on at another replica if theirs fails. Needs `resume = "auto"`.
+    pub resumable: bool,
     /// Longest pause within the output after which another backend goes on with the stream, if that
     /// is possible. Default: `timeouts.idle`.
     #[serde(with = "AsOption::<Span>")]

@@ -103,11 +103,14 @@ impl FieldRules {
     }
 }
 
-/// Returns the body without the client's salt.
-pub(in crate::proxy) fn without_salt(body: &Bytes) -> Result<Bytes, ProxyError> {
+/// Returns the body without the field `name`, if it has it.
+pub(in crate::proxy) fn without_field(body: &Bytes, name: &str) -> Result<Bytes, ProxyError> {
     let text = str::from_utf8(body).unwrap_or_default();
     let members = members(text).ok_or_else(too_many)?;
-    Ok(without(text, &members, |it| it.name == "cache_salt"))
+    match members.iter().any(|it| it.name == name) {
+        true => Ok(without(text, &members, |it| it.name == name)),
+        false => Ok(body.clone()),
+    }
 }
 
 fn too_many() -> ProxyError {

@@ -3,6 +3,7 @@
 
 use state::command::Item;
 use state::ids::{BackendRef, ModelKey, UserKey};
+use state::streams::CarriedStream;
 use state::trees::{
     AgentSession, NewSession, SESSION_IDLE_MS, SessionRef, SessionTurn, TreesView, TurnUsage,
 };
@@ -47,13 +48,24 @@ impl Dispatcher {
         idle_ms >= SESSION_IDLE_MS / 6
     }
 
-    /// Queues the end of a turn of `session` with this `usage`.
-    pub(super) fn end_turn(&self, outbox: &mut Outbox, session: NamedSession, usage: TurnUsage) {
+    /// Queues the end of a turn of `session` with this `usage`. If the turn is a resumable stream of
+    /// the user, it ends with the stream's charge, so that it counts once.
+    pub(super) fn end_turn(
+        &self,
+        outbox: &mut Outbox,
+        session: NamedSession,
+        usage: TurnUsage,
+        (user, carried): (UserKey, Option<CarriedStream>),
+    ) {
         let named = session_ref(&self.view.trees(), session);
-        outbox.note(Item::EndTurn(SessionTurn {
+        let turn = SessionTurn {
             session: named,
             usage,
-        }));
+        };
+        match carried {
+            Some(carried) => outbox.end_stream_turn(user, carried, turn),
+            None => drop(outbox.note(Item::EndTurn(turn))),
+        }
         if session.is_final {
             outbox.note(Item::EndSession(named));
         }

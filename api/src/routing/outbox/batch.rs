@@ -14,6 +14,8 @@ use super::{Outbox, OutstandingEnvelope, QueuedSize};
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
 /// Upper bound of the size of an encoded charge, in bytes.
 pub(super) const CHARGE_BYTES: usize = 112;
+/// Upper bound of the size of an encoded charge of a stream, in bytes.
+const STREAM_CHARGE_BYTES: usize = 176;
 /// Upper bound of the size of an encoded user definition without its name, or of engine facts
 /// without their models, in bytes.
 const FRAME_BYTES: usize = 48;
@@ -67,12 +69,18 @@ impl Outbox {
             lane: Lane::Outbox,
             seq: self.last_seq,
         };
-        let charges = cut.items.iter().filter_map(|item| match item {
-            Item::Charge(charge) => Some((charge.user, *charge)),
-            _ => None,
-        });
-        let charges: BTreeMap<UserKey, Charge> = charges.collect();
-        self.commits.leave(charges.keys().copied());
+        let mut charges: BTreeMap<UserKey, Charge> = BTreeMap::new();
+        for item in &cut.items {
+            let charge = match item {
+                Item::Charge(charge) => charge,
+                Item::ChargeStream(item) => &item.charge,
+                _ => continue,
+            };
+            charges.entry(charge.user).or_default().add(charge);
+        }
+        let has_left = |user: &UserKey| self.queued_for(*user).next().is_none();
+        let all_gone: Vec<UserKey> = charges.keys().copied().filter(has_left).collect();
+        self.commits.leave(all_gone.into_iter());
         let base = steps
             .iter()
             .map(|step| step.attempt)
@@ -120,16 +128,22 @@ impl Outbox {
         while cut.size.bytes < half
             && let Some(charge) = self.next_charge()
         {
-            cut.put(Item::Charge(charge), CHARGE_BYTES);
+            let bytes = match charge {
+                Item::ChargeStream(_) => STREAM_CHARGE_BYTES,
+                _ => CHARGE_BYTES,
+            };
+            cut.put(charge, bytes);
         }
     }
 
-    fn next_charge(&mut self) -> Option<Charge> {
+    fn next_charge(&mut self) -> Option<Item> {
         let after = (Bound::Excluded(self.last_charged), Bound::Unbounded);
         let next = self.charges.range(after).next();
-        let (&user, _) = next.or_else(|| self.charges.first_key_value())?;
-        self.last_charged = user;
-        self.charges.remove(&user)
+        let (&key, _) = next.or_else(|| self.charges.first_key_value())?;
+        self.last_charged = key;
+        self.charges
+            .remove(&key)
+            .map(|queued| queued.into_item(key))
     }
 
     fn cut_steps(&mut self, cut: &mut BatchBuilder) -> Vec<LeaseStep> {

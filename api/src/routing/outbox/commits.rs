@@ -1,7 +1,7 @@
 //! Notifies tasks that wait until a charge is in the log.
 //!
-//! A user's charge leaves the queue as a whole, in one envelope. Its waiters move with it and are
-//! notified when the envelope is committed. If the envelope is rejected or the replica stops, the
+//! The waiters for a user's charges move with the last of them that leaves the queue, and are notified
+//! when its envelope is committed. If the envelope is rejected or the replica stops, the
 //! waiters are dropped and their receivers return an error.
 
 use std::collections::BTreeMap;
@@ -34,7 +34,8 @@ impl CommitWaiters {
         commit
     }
 
-    /// Moves the waiters for the charges of `users` from the queue to the outstanding envelope.
+    /// Moves the waiters for the charges of `users`, all of which have left the queue, to the
+    /// outstanding envelope.
     pub(super) fn leave(&mut self, users: impl Iterator<Item = UserKey>) {
         if self.queued.is_empty() {
             return;

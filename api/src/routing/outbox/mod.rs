@@ -11,10 +11,13 @@
 //!   whole chain is kept for this until the acquire is confirmed.
 //! - Without a quorum the queue fills. Beyond its bound, the oldest attempts whose acquire was
 //!   never sent are forgotten with all their steps. Charges are kept: they add up per user. Beyond
-//!   [`CHARGED_USERS_MAX`] users with queued charges, the requests of further users are charged to
-//!   the user [`OVERFLOW_USER`], from start to end.
+//!   [`CHARGED_USERS_MAX`] queued charges, the requests of further users are charged to the user
+//!   [`OVERFLOW_USER`], from start to end.
+//! - Charges of a resumable stream add up per stream, and leave with its name. Beyond the same bound,
+//!   further streams are charged like other requests.
 
 mod batch;
+mod charges;
 mod commits;
 pub(super) mod driver;
 mod outcome;
@@ -33,6 +36,7 @@ use state::command::{Charge, EngineFacts, Envelope, Item, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio::time::Instant;
 
+use self::charges::{ChargeKey, QueuedCharge};
 use self::commits::CommitWaiters;
 use self::overlay::BlockRun;
 use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
@@ -42,7 +46,7 @@ pub use driver::SharedOutbox;
 pub use outcome::AfterProposal;
 pub use overlay::Overlay;
 
-/// Number of users with a queued charge at which further users are charged to [`OVERFLOW_USER`].
+/// Number of queued charges at which further users are charged to [`OVERFLOW_USER`].
 /// Reached only without a quorum or with made-up names. Requests in flight may exceed it.
 const CHARGED_USERS_MAX: usize = 100_000;
 /// Name of the user that is charged for users beyond [`CHARGED_USERS_MAX`].
@@ -161,14 +165,14 @@ pub struct Outbox {
     unsent: VecDeque<AttemptId>,
     /// Attempts whose queued steps are void.
     forgotten: HashSet<AttemptId>,
-    charges: BTreeMap<UserKey, Charge>,
+    charges: BTreeMap<ChargeKey, QueuedCharge>,
     commits: CommitWaiters,
     /// Index of the last committed envelope.
     committed_to: LogIndex,
     /// Credits of users from unused advances.
     pub ledger: CreditLedger,
-    /// User whose charge was sent last. The next user in key order follows, so that none starves.
-    last_charged: UserKey,
+    /// Charge that was sent last. The next one in key order follows, so that none starves.
+    last_charged: ChargeKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
     /// Index of the last loss of names (a restore or a user deletion) that `named` accounts for;
@@ -206,7 +210,7 @@ impl Outbox {
             forgotten: HashSet::new(),
             charges: BTreeMap::new(),
             ledger: CreditLedger::default(),
-            last_charged: UserKey::default(),
+            last_charged: ChargeKey::default(),
             commits: CommitWaiters::default(),
             committed_to: LogIndex(0),
             names: VecDeque::new(),
@@ -293,31 +297,25 @@ impl Outbox {
         self.bound();
     }
 
-    /// Adds a charge to the queued charge of its user.
-    pub fn charge(&mut self, charge: Charge) {
-        self.charges.entry(charge.user).or_default().add(&charge);
-    }
-
     /// Returns the sum of the unapplied charges to `user` from here. Call [`Outbox::settle`] first.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         let outstanding = self.outstanding.iter().map(|it| &it.charges);
         let settling = self.settling.iter().map(|it| &it.charges);
-        let parts = outstanding.chain(settling).chain([&self.charges]);
+        let sent = outstanding.chain(settling).filter_map(|it| it.get(&user));
+        let queued = self.queued_for(user).map(|queued| &queued.charge);
         let mut sum = Charge {
             user,
             ..Charge::default()
         };
-        for charge in parts.filter_map(|charges| charges.get(&user)) {
-            sum.add(charge);
-        }
+        sent.chain(queued).for_each(|charge| sum.add(charge));
         sum
     }
 
     /// Returns a receiver for the commit of all charges to `user`; `None` if they are committed.
     pub fn commit_of(&mut self, user: UserKey) -> Option<ChargeCommit> {
         let is_outstanding = |it: &OutstandingEnvelope| it.charges.contains_key(&user);
-        if self.charges.contains_key(&user) {
+        if self.queued_for(user).next().is_some() {
             Some(self.commits.wait_queued(user))
         } else if self.outstanding.as_ref().is_some_and(is_outstanding) {
             Some(self.commits.wait_outstanding())
@@ -335,7 +333,8 @@ impl Outbox {
     /// Returns the user to charge for a request of user `name`, and queues the user's name.
     pub fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
         let user = state::prefix::user_key(hash_seed, name);
-        let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&user);
+        let has_room = self.charges.len() < CHARGED_USERS_MAX
+            || self.charges.contains_key(&ChargeKey::of_user(user));
         let (user, name) = if has_room {
             (user, name)
         } else {

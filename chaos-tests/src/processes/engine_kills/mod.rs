@@ -6,11 +6,16 @@
 //! once the requests of that time have ended, because a request that breaks two engines is refused
 //! by design, and once all replicas see all engines healthy.
 //!
+//! Or it kills replicas in the same way ([`Victims::Replicas`]), and the clients go on with their
+//! streams at other replicas. One that has no event yet sends its request again, which is another
+//! answer.
+//!
 //! A client must notice nothing: its stream is byte for byte the undisturbed one, with one head,
 //! one finish reason and the usage of one engine. Users pay for one answer each.
 
 mod received;
 mod requests;
+mod resuming;
 mod streams;
 
 use std::collections::BTreeMap;
@@ -37,9 +42,23 @@ const SETTLED: Duration = Duration::from_secs(10);
 /// Maximum number of differences of a kind that are described.
 const DESCRIBED_MAX: usize = 3;
 
+/// Config of replicas that are killed.
+const RESUMABLE: &str = "[streams]\nresumable = true\n";
+
+/// What is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Victims {
+    /// Engines, whose streams go on at other engines.
+    Engines,
+    /// Replicas, whose clients go on at other replicas.
+    Replicas,
+}
+
 /// Options of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineKillsOptions {
+    /// What is killed.
+    pub victims: Victims,
     /// Number of kills.
     pub kills: u32,
     /// Number of clients, each with one stream at a time.
@@ -64,17 +83,19 @@ pub struct DifferenceTally {
 /// Result of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EngineKillsReport {
-    /// Number of killed engines.
+    /// Number of killed engines or replicas.
     pub kills: u32,
     /// Number of requests for chats.
     pub chats: u64,
     /// Number of requests for text completions.
     pub texts: u64,
-    /// Number of streams of which some text had arrived when their engine was killed.
+    /// Number of streams of which some text had arrived when their engine or replica was killed.
     pub hit: u64,
-    /// Number of requests that were decided more than once.
+    /// Number of requests that were decided more than once, or whose clients went on elsewhere.
     pub moved: u64,
-    /// Longest time between two pieces of a stream whose engine was killed.
+    /// Number of requests that clients sent again, because they had no event yet.
+    pub begun_again: u64,
+    /// Longest time between two pieces of a stream whose engine or replica was killed.
     pub longest_pause: Duration,
     /// Differences of responses.
     pub differences: BTreeMap<StreamDifference, DifferenceTally>,
@@ -111,17 +132,21 @@ pub async fn run(
         engines: options.engines,
         engine_speed: ENGINE_SPEED,
         is_secure: options.is_secure,
+        config: match options.victims {
+            Victims::Engines => "",
+            Victims::Replicas => RESUMABLE,
+        },
         ..ClusterOptions::default()
     })
     .await?;
-    let clients = StreamClients::start(&cluster, options.seed).await?;
+    let clients = StreamClients::start(&cluster, options.seed, options.victims).await?;
     let mut running = JoinSet::new();
     for _ in 0..options.clients {
         running.spawn(clients.clone().run());
     }
     let mut random = SmallRng::seed_from_u64(options.seed);
     for kill in 1..=options.kills {
-        kill_one(&mut cluster, &clients, &mut random).await?;
+        kill_one(&mut cluster, &clients, options.victims, &mut random).await?;
         told(kill);
     }
     clients.stop();
@@ -140,24 +165,36 @@ pub async fn run(
     Ok(report)
 }
 
-/// Kills an engine with a stream of which a client has received some events, and starts it again.
-/// Waits until the requests of that time have ended and the engine is healthy.
+/// Kills the engine or replica of a stream of which a client has received some events, and starts it
+/// again. Waits until the requests of that time have ended and all are healthy.
 async fn kill_one(
     cluster: &mut ProcessCluster,
     clients: &StreamClients,
+    victims: Victims,
     random: &mut SmallRng,
 ) -> anyhow::Result<()> {
     let events = random.random_range(1..=EVENTS_MAX);
     let mut under_way = clients.watch();
     let victim = {
-        let found = under_way.wait_for(|streams| streaming(streams, events).is_some());
+        let found = under_way.wait_for(|streams| streaming(streams, events, victims).is_some());
         let streams = timeout(PATIENCE, found).await;
         let streams = streams.context("no stream comes under way")??;
-        streaming(&streams, events).context("a stream is under way")?
+        streaming(&streams, events, victims).context("a stream is under way")?
     };
-    cluster.kill_engine(victim)?;
-    let disturbed = clients.note_kill(victim);
-    cluster.start_engine(victim)?;
+    let disturbed = match victims {
+        Victims::Engines => {
+            cluster.kill_engine(victim)?;
+            let disturbed = clients.note_kill(victim);
+            cluster.start_engine(victim)?;
+            disturbed
+        }
+        Victims::Replicas => {
+            cluster.kill(victim)?;
+            let disturbed = clients.note_kill(victim);
+            cluster.start_replica(victim)?;
+            disturbed
+        }
+    };
     let have_ended = under_way.wait_for(|streams| {
         let mut all = disturbed.iter();
         all.all(|number| !streams.contains_key(number))
@@ -171,10 +208,10 @@ async fn kill_one(
     Ok(())
 }
 
-/// Returns the engine of a stream of which at least `events` events have arrived.
-fn streaming(streams: &BTreeMap<u64, UnderWay>, events: usize) -> Option<usize> {
-    let mut streams = streams.values();
-    streams.find_map(|stream| stream.engine.filter(|_| stream.events >= events))
+/// Returns the victim that carries a stream of which at least `events` events have arrived.
+fn streaming(streams: &BTreeMap<u64, UnderWay>, events: usize, victims: Victims) -> Option<usize> {
+    let mut streams = streams.values().filter(|it| it.events >= events);
+    streams.find_map(|stream| stream.carrier(victims))
 }
 
 /// Returns what differs from an undisturbed cluster once no request is in flight.

@@ -88,9 +88,13 @@ impl StreamRequest {
         self.body.get("messages").is_some()
     }
 
-    /// Returns the body of the request.
-    pub(super) fn body(&self) -> String {
-        self.body.to_string()
+    /// Returns the body of the request, of a client that has received this text, if any.
+    pub(super) fn body(&self, received: Option<&str>) -> String {
+        let mut body = self.body.clone();
+        if let Some(received) = received {
+            body["quorate_received"] = received.into();
+        }
+        body.to_string()
     }
 
     /// Returns the body of the same request with its usage in the last chunk only.

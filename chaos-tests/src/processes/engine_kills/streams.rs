@@ -20,9 +20,10 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
-use super::EngineKillsReport;
 use super::received::{ReceivedStream, StreamDifference};
 use super::requests::StreamRequest;
+use super::resuming::ResumedStream;
+use super::{EngineKillsReport, Victims};
 use crate::processes::access::key;
 use crate::processes::client_ledger::UserTotals;
 use crate::processes::waiting::PATIENCE;
@@ -31,15 +32,30 @@ use crate::processes::{ProcessCluster, until};
 /// Speed of the undisturbed engine, so that its answers take no time.
 const UNDISTURBED_SPEED: f64 = 100_000.0;
 
+/// Time after which a client asks another replica.
+const BETWEEN_REPLICAS: Duration = Duration::from_millis(50);
+
 /// A request under way.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct UnderWay {
     /// Number of the engine that the response names; `None` before its head.
-    pub(super) engine: Option<usize>,
+    engine: Option<usize>,
+    /// Number of the replica that was asked last.
+    replica: Option<usize>,
     /// Number of events that have arrived, at least.
     pub(super) events: usize,
-    /// Whether an engine was killed meanwhile that may have had the request.
+    /// Whether an engine or replica was killed meanwhile that may have had the request.
     is_disturbed: bool,
+}
+
+impl UnderWay {
+    /// Returns the number of the engine or replica that carries the stream, if known.
+    pub(super) fn carrier(&self, victims: Victims) -> Option<usize> {
+        match victims {
+            Victims::Engines => self.engine,
+            Victims::Replicas => self.replica,
+        }
+    }
 }
 
 /// The clients of all replicas, with what they received.
@@ -50,6 +66,7 @@ pub(super) struct StreamClients {
     replicas: Vec<(String, String)>,
     operator: JsonClient,
     is_secure: bool,
+    victims: Victims,
     seed: u64,
     next: AtomicU64,
     is_stopping: AtomicBool,
@@ -60,6 +77,8 @@ pub(super) struct StreamClients {
     disturbed: Mutex<Vec<DisturbedRequest>>,
     /// What each user would pay if no engine had been killed.
     charges: Mutex<BTreeMap<String, UserTotals>>,
+    /// What each user may pay in addition for answers that were begun again.
+    extra: Mutex<BTreeMap<String, UserTotals>>,
 }
 
 /// A request that has ended, of which an engine may have been killed.
@@ -86,7 +105,11 @@ struct Received {
 
 impl StreamClients {
     /// Starts the undisturbed engine. No client runs yet.
-    pub(super) async fn start(cluster: &ProcessCluster, seed: u64) -> anyhow::Result<Arc<Self>> {
+    pub(super) async fn start(
+        cluster: &ProcessCluster,
+        seed: u64,
+        victims: Victims,
+    ) -> anyhow::Result<Arc<Self>> {
         let undisturbed = EmulatedEngine::start(EngineOptions {
             speed: UNDISTURBED_SPEED,
             ..EngineOptions::default()
@@ -106,6 +129,7 @@ impl StreamClients {
             replicas: (0..cluster.replicas()).map(urls).collect(),
             operator: cluster.operator().clone(),
             is_secure: access.is_secure(),
+            victims,
             seed,
             next: AtomicU64::new(0),
             is_stopping: AtomicBool::new(false),
@@ -114,6 +138,7 @@ impl StreamClients {
             report: Mutex::default(),
             disturbed: Mutex::default(),
             charges: Mutex::default(),
+            extra: Mutex::default(),
         }))
     }
 
@@ -127,15 +152,17 @@ impl StreamClients {
         self.under_way.subscribe()
     }
 
-    /// Notes that an engine was killed. Returns the requests under way, each of which may be its.
-    pub(super) fn note_kill(&self, engine: usize) -> Vec<u64> {
+    /// Notes that an engine or replica was killed. Returns the requests under way, each of which may
+    /// be its.
+    pub(super) fn note_kill(&self, victim: usize) -> Vec<u64> {
         let mut numbers = Vec::new();
         let mut hit = 0;
         self.under_way.send_modify(|streams| {
             for (number, stream) in streams {
                 numbers.push(*number);
-                stream.is_disturbed = stream.engine.is_none_or(|of| of == engine);
-                hit += u64::from(stream.engine == Some(engine) && stream.events > 0);
+                let carrier = stream.carrier(self.victims);
+                stream.is_disturbed |= carrier.is_none_or(|of| of == victim);
+                hit += u64::from(carrier == Some(victim) && stream.events > 0);
             }
         });
         self.noted().hit += hit;
@@ -150,12 +177,16 @@ impl StreamClients {
     /// Returns the users whose counters are not those of undisturbed answers.
     pub(super) fn compare_charges(&self, charged: &BTreeMap<String, UserTotals>) -> Vec<String> {
         let expected = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
+        let extra = self.extra.lock().unwrap_or_else(PoisonError::into_inner);
         let differs = expected.iter().filter_map(|(user, expected)| {
             let found = charged.get(user).copied().unwrap_or_default();
+            let extra = extra.get(user).copied().unwrap_or_default();
             // How much of a prompt was cached depends on the engine, and a request that is sent
             // again starts again.
-            let is_equal =
-                tokens(&found) == tokens(expected) && found.requests >= expected.requests;
+            let least = tokens(expected);
+            let most = std::array::from_fn(|at| least[at] + tokens(&extra)[at]);
+            let is_equal = (0..2).all(|at| (least[at]..=most[at]).contains(&tokens(&found)[at]))
+                && found.requests >= expected.requests;
             (!is_equal).then(|| format!("{user}: {found:?}, not {expected:?}"))
         });
         differs.collect()
@@ -177,15 +208,25 @@ impl StreamClients {
         self.under_way.send_modify(|streams| {
             streams.insert(number, begun);
         });
-        let received = self.ask(number, replica, request).await;
+        let mut stream = ResumedStream::default();
+        let received = match self.victims {
+            Victims::Engines => self.ask(number, replica, request, None).await,
+            Victims::Replicas => self.resume(number, replica, request, &mut stream).await,
+        };
         let mut ended = begun;
         self.under_way.send_modify(|streams| {
             ended = streams.remove(&number).unwrap_or_default();
         });
         let undisturbed = self.undisturbed_answer(request).await;
-        let undisturbed = undisturbed.with_context(|| format!("undisturbed {}", request.body()))?;
+        let undisturbed =
+            undisturbed.with_context(|| format!("undisturbed {}", request.body(None)))?;
         let cost = self.charge(request, &undisturbed)?;
-        if let (Ok(received), true) = (&received, ended.is_disturbed) {
+        if stream.has_begun_again {
+            add(&self.extra, &request.user, &cost);
+        }
+        // The record of a replica that was killed is gone.
+        let has_record = ended.is_disturbed && self.victims == Victims::Engines;
+        if let (Ok(received), true) = (&received, has_record) {
             let id = received.headers.get("x-request-id");
             let id = id.and_then(|id| id.to_str().ok()).context("no id")?;
             let path = format!("/admin/v1/decisions/{id}");
@@ -197,6 +238,8 @@ impl StreamClients {
             self.disturbed().push(disturbed);
         }
         let mut report = self.noted();
+        report.moved += u64::from(stream.breaks > 0);
+        report.begun_again += u64::from(stream.has_begun_again);
         match request.is_chat() {
             true => report.chats += 1,
             false => report.texts += 1,
@@ -214,8 +257,8 @@ impl StreamClients {
             report.add(what, || {
                 let (path, events) = (request.path, ended.events);
                 let when = match ended.is_disturbed {
-                    true => "its engine was killed",
-                    false => "no engine of its was killed",
+                    true => "its engine or replica was killed",
+                    false => "nothing of its was killed",
                 };
                 format!("request {number} to {path}, {when}, {events} events: {how}")
             });
@@ -223,12 +266,48 @@ impl StreamClients {
         Ok(())
     }
 
+    /// Sends a request, and goes on at the next replica whenever a response breaks off.
+    async fn resume(
+        &self,
+        number: u64,
+        first: usize,
+        request: &StreamRequest,
+        stream: &mut ResumedStream,
+    ) -> anyhow::Result<Received> {
+        let begun = Instant::now();
+        for replica in (0..self.replicas.len()).cycle().skip(first) {
+            let asked = self.ask(number, replica, request, Some(&mut *stream));
+            let is_late = begun.elapsed() > 2 * PATIENCE;
+            match asked.await {
+                Ok(received) if received.broken.is_none() || is_late => {
+                    // What a replica without a quorum or in its start refuses, another one takes.
+                    let is_refused = received.status == StatusCode::SERVICE_UNAVAILABLE;
+                    if !is_refused || is_late {
+                        let body = match received.status {
+                            StatusCode::OK => std::mem::take(&mut stream.body),
+                            _ => received.body,
+                        };
+                        return Ok(Received { body, ..received });
+                    }
+                }
+                Err(error) if is_late => return Err(error),
+                Ok(_) => stream.breaks(),
+                // No response has begun.
+                Err(_) => {}
+            }
+            tokio::time::sleep(BETWEEN_REPLICAS).await;
+        }
+        unreachable!("the cycle does not end")
+    }
+
     async fn ask(
         &self,
         number: u64,
         replica: usize,
         request: &StreamRequest,
+        mut stream: Option<&mut ResumedStream>,
     ) -> anyhow::Result<Received> {
+        self.note(number, |under_way| under_way.replica = Some(replica));
         let url = format!("{}{}", self.replicas[replica].0, request.path);
         let mut sent = Request::post(url)
             .header(CONTENT_TYPE, "application/json")
@@ -236,7 +315,15 @@ impl StreamClients {
         if self.is_secure {
             sent = sent.header(AUTHORIZATION, format!("Bearer {}", key(&request.user)));
         }
-        let sent = self.client.request(sent.body(request.body().into())?);
+        let claim = stream.as_deref().and_then(ResumedStream::claim);
+        if stream.is_some() {
+            sent = sent.header("x-quorate-resumable", "1");
+        }
+        if let Some((id, _)) = claim {
+            sent = sent.header("last-event-id", id);
+        }
+        let body = request.body(claim.map(|(_, text)| text));
+        let sent = self.client.request(sent.body(body.into())?);
         let response = timeout(PATIENCE, sent)
             .await
             .context("no response in time")??;
@@ -257,7 +344,13 @@ impl StreamClients {
         let mut last = Instant::now();
         loop {
             let frame = match timeout(PATIENCE, body.frame()).await {
-                Ok(None) => return Ok(received),
+                Ok(None) => {
+                    let is_open = stream.is_some_and(|it| !it.is_done());
+                    if is_open && received.status == StatusCode::OK {
+                        received.broken = Some("the stream has no end".to_owned());
+                    }
+                    return Ok(received);
+                }
                 Ok(Some(Ok(frame))) => frame,
                 Ok(Some(Err(error))) => {
                     received.broken = Some(format!("{:#}", anyhow::Error::from(error)));
@@ -271,7 +364,10 @@ impl StreamClients {
             received.longest_pause = received.longest_pause.max(last.elapsed());
             last = Instant::now();
             let data = frame.into_data().unwrap_or_default();
-            received.body.extend_from_slice(&data);
+            match &mut stream {
+                Some(stream) if received.status == StatusCode::OK => stream.push(&data),
+                _ => received.body.extend_from_slice(&data),
+            }
             let events = data.windows(2).filter(|two| two == b"\n\n").count();
             self.note(number, |stream| stream.events += events);
         }
@@ -307,17 +403,14 @@ impl StreamClients {
         undisturbed: &ReceivedStream,
     ) -> anyhow::Result<UserTotals> {
         let usage = undisturbed.usage().context("the engine reports no usage")?;
-        let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
-        let totals = charges.entry(request.user.clone()).or_default();
-        totals.requests += 1;
-        totals.uncached += usage.prompt_tokens;
-        totals.output += usage.completion_tokens;
-        Ok(UserTotals {
+        let cost = UserTotals {
             requests: 1,
             uncached: usage.prompt_tokens,
             cached: 0,
             output: usage.completion_tokens,
-        })
+        };
+        add(&self.charges, &request.user, &cost);
+        Ok(cost)
     }
 
     /// Reads the records of the requests that were disturbed since the last call and have ended:
@@ -366,6 +459,14 @@ impl StreamClients {
     fn noted(&self) -> MutexGuard<'_, EngineKillsReport> {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn add(to: &Mutex<BTreeMap<String, UserTotals>>, user: &str, cost: &UserTotals) {
+    let mut users = to.lock().unwrap_or_else(PoisonError::into_inner);
+    let totals = users.entry(user.to_owned()).or_default();
+    totals.requests += cost.requests;
+    totals.uncached += cost.uncached;
+    totals.output += cost.output;
 }
 
 /// Returns the numbers of input and output tokens.

@@ -355,7 +355,7 @@ impl SimReplica {
     ) -> InFlight {
         let terms = DispatchTerms {
             tokens_max,
-            earlier: None,
+            ..DispatchTerms::default()
         };
         if let Some(written) = &self.written {
             let slot = decision.backend.slot;

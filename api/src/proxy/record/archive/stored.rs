@@ -110,6 +110,7 @@ impl Encode for RequestRecord {
             deadline,
             tokens_max,
             is_stream,
+            is_resumed,
             unit,
             tokens,
             blocks,
@@ -124,7 +125,8 @@ impl Encode for RequestRecord {
         } = self;
         (number, replica, id, path, model, user.as_str()).encode(encoder)?;
         (user_source.text(), session, labels, priority, deadline).encode(encoder)?;
-        (tokens_max, is_stream, unit, tokens, blocks).encode(encoder)?;
+        (tokens_max, is_stream, is_resumed).encode(encoder)?;
+        (unit, tokens, blocks).encode(encoder)?;
         (matchable, tokens_per_block, at_ms).encode(encoder)?;
         self.attempts().encode(encoder)?;
         let end = end.get().map(|end| {
@@ -139,7 +141,8 @@ impl<C> Decode<C> for RequestRecord {
     fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
         let (number, replica, id, path, model, user) = Decode::decode(decoder)?;
         let (user_source, session, labels, priority, deadline) = Decode::decode(decoder)?;
-        let (tokens_max, is_stream, unit, tokens, blocks) = Decode::decode(decoder)?;
+        let (tokens_max, is_stream, is_resumed) = Decode::decode(decoder)?;
+        let (unit, tokens, blocks) = Decode::decode(decoder)?;
         let (matchable, tokens_per_block, at_ms) = Decode::decode(decoder)?;
         let attempts = Decode::decode(decoder)?;
         let (user, user_source): (String, Label) = (user, user_source);
@@ -164,6 +167,7 @@ impl<C> Decode<C> for RequestRecord {
             deadline,
             tokens_max,
             is_stream,
+            is_resumed,
             unit,
             tokens,
             blocks,

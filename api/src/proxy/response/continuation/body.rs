@@ -191,6 +191,29 @@ pub(in crate::proxy) fn continued_body(
     })
 }
 
+/// Checks that the answer to `body`, which was sent to `path`, can be continued as far as its fields
+/// decide that.
+///
+/// # Errors
+/// Returns the obstacle.
+pub(in crate::proxy) fn may_continue(path: &str, body: &[u8]) -> Result<(), ContinueRejection> {
+    let (prompt, opens_with) = match path {
+        "/v1/chat/completions" => ("messages", b'['),
+        _ => ("prompt", b'"'),
+    };
+    let mut has_prompt = false;
+    for member in members(body) {
+        let name = std::str::from_utf8(&body[member.key.clone()]).unwrap_or_default();
+        let value = std::str::from_utf8(&body[member.value.clone()]).unwrap_or_default();
+        check_field(name, value)?;
+        has_prompt |= name == prompt && value.as_bytes().first() == Some(&opens_with);
+    }
+    match has_prompt {
+        true => Ok(()),
+        false => Err(ContinueRejection::TokenPrompt),
+    }
+}
+
 /// Returns the part of an answer that the next engine is sent, unless chat templates may change it.
 fn kept_text(text: &str, is_chat: bool) -> Result<&str, ContinueRejection> {
     let kept = RelayedText::kept(text, is_chat);
@@ -346,6 +369,7 @@ mod tests {
             let body = format!(r#"{{"messages":[{{}}],{member}}}"#);
             let found = continued(CHAT, &body, &["a"]);
             assert_eq!(found.is_ok(), is_fine, "{member}: {found:?}");
+            assert_eq!(may_continue(CHAT, body.as_bytes()).is_ok(), is_fine);
         }
         let ids = continued(COMPLETIONS, r#"{"prompt":[1,2]}"#, &["a"]);
         assert_eq!(ids, Err(ContinueRejection::TokenPrompt));

@@ -10,6 +10,7 @@
 //! token ids.
 
 mod body;
+mod event_id;
 mod relayed;
 mod seam;
 
@@ -19,7 +20,10 @@ use std::pin::Pin;
 use bytes::Bytes;
 use state::ids::Slot;
 
-pub(in crate::proxy) use self::body::{COMPLETION_TOKENS, ContinuedBody, continued_body};
+pub(in crate::proxy) use self::body::{
+    COMPLETION_TOKENS, ContinuedBody, continued_body, may_continue,
+};
+pub(in crate::proxy) use self::event_id::{EventId, EventIds};
 pub(in crate::proxy) use self::relayed::RelayedText;
 pub(in crate::proxy) use self::seam::Seam;
 use crate::engines::backends::pool::EngineBody;

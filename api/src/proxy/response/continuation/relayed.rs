@@ -1,6 +1,6 @@
 //! What a client has received of a streamed answer, as far as another engine needs it to go on.
 
-use super::ContinueRejection;
+use super::{ContinueRejection, EventId};
 use crate::proxy::response::answer_usage::AnswerDelta;
 use crate::routing::Usage;
 
@@ -48,6 +48,26 @@ impl RelayedText {
         }
     }
 
+    /// Creates an answer of which the client claims to have received `text` with this `id`.
+    pub(in crate::proxy) fn received(tokens_max: u32, id: &EventId, text: &str) -> Self {
+        let usage = id.usage();
+        let mut relayed = Self {
+            text: text.to_owned(),
+            texts: id.tokens.into(),
+            kept_tokens: id.kept_tokens.into(),
+            usage: (usage.prompt_tokens > 0).then_some(usage),
+            id: id.id.clone(),
+            created: id.created.clone(),
+            is_complete: id.is_ended,
+            has_begun: true,
+            ..Self::new(tokens_max)
+        };
+        if relayed.is_too_long() {
+            relayed.give_up(ContinueRejection::TooLong);
+        }
+        relayed
+    }
+
     /// Notes an event that the client receives.
     pub(in crate::proxy) fn note(&mut self, event: &AnswerDelta<'_>) {
         if self.id.is_empty() && !event.id.is_empty() {
@@ -73,11 +93,15 @@ impl RelayedText {
             if !text.trim_ascii().is_empty() {
                 self.kept_tokens = self.tokens();
             }
-            let bytes_max = self.tokens_max.saturating_mul(TOKEN_BYTES_MAX);
-            if self.tokens() > self.tokens_max || self.text.len() as u64 > bytes_max {
+            if self.is_too_long() {
                 self.give_up(ContinueRejection::TooLong);
             }
         }
+    }
+
+    fn is_too_long(&self) -> bool {
+        let bytes_max = self.tokens_max.saturating_mul(TOKEN_BYTES_MAX);
+        self.tokens() > self.tokens_max || self.text.len() as u64 > bytes_max
     }
 
     fn give_up(&mut self, obstacle: ContinueRejection) {

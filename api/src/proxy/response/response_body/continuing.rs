@@ -10,8 +10,9 @@ use super::{BodyKind, ResponseBody};
 use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak};
 use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::response::answer_source::AnswerSource;
+use crate::proxy::response::answer_usage::AnswerDelta;
 use crate::proxy::response::continuation::{
-    ContinueRejection, ContinuedAnswer, Continuer, PendingContinuation, PresentAttempt,
+    ContinueRejection, ContinuedAnswer, Continuer, EventIds, PendingContinuation, PresentAttempt,
     RelayedText, Seam,
 };
 use crate::proxy::response::engine_error::end_of_error;
@@ -21,6 +22,8 @@ use crate::routing::AttemptEnd;
 /// What is needed to go on with a stream at another engine.
 pub(in crate::proxy) struct Continuation {
     pub(super) relayed: RelayedText,
+    /// Ids of the events; `None` if the client does not go on at another replica.
+    ids: Option<EventIds>,
     continuer: Box<dyn Continuer>,
     /// Longest pause after which the stream goes on elsewhere; `None` for that of all responses.
     pub(super) stall: Option<Duration>,
@@ -42,6 +45,7 @@ impl Continuation {
     ) -> Self {
         Self {
             relayed: RelayedText::new(tokens_max),
+            ids: None,
             continuer,
             stall,
             seam: None,
@@ -49,6 +53,29 @@ impl Continuation {
             stays: false,
             pending: None,
         }
+    }
+
+    /// Gives events ids, with which the client can go on at another replica.
+    pub(in crate::proxy) fn identify(&mut self, ids: EventIds) {
+        self.ids = Some(ids);
+    }
+
+    pub(super) fn has_ids(&self) -> bool {
+        self.ids.is_some()
+    }
+
+    /// Goes on with the stream of another replica, of which the client has `relayed`, with the
+    /// `first` events of the engine behind the seam.
+    pub(in crate::proxy) fn follow(&mut self, relayed: RelayedText, seam: Seam, first: Bytes) {
+        self.relayed = relayed;
+        self.seam = Some(seam);
+        self.first = Some(first);
+    }
+
+    /// Notes an event that the client receives, and returns the line with its id, if any.
+    pub(super) fn note(&mut self, event: &AnswerDelta<'_>) -> Option<Bytes> {
+        self.relayed.note(event);
+        self.ids.as_mut()?.line(&self.relayed, event)
     }
 }
 
@@ -281,6 +308,11 @@ impl ResponseBody {
         self.source.slot = slot;
         self.source.watched = Some(watched);
         self.idle_timeout.restart(self.pause_max());
+    }
+
+    /// Ends a stream that another request has taken over. Its client is hardly there any more.
+    pub(super) fn leave(&mut self) -> AnswerPiece {
+        self.break_off(ResponseBodyError::TakenOver, None)
     }
 
     fn count_break(&self, why: &ResponseBodyError, result: BreakResult) {

@@ -169,6 +169,11 @@ impl ResponseBody {
         self.ahead.poll_untaken(cx)
     }
 
+    /// Whether the events have ids, with which the client can go on at another replica.
+    pub(in crate::proxy) fn has_ids(&self) -> bool {
+        self.continuation.as_ref().is_some_and(|it| it.has_ids())
+    }
+
     /// Whether a stream whose last event waits for its charge has sent that event.
     pub(in crate::proxy) fn is_withholding(&self) -> bool {
         self.withheld.is_on() && !self.is_over && self.content.is_done()
@@ -217,10 +222,8 @@ impl ResponseBody {
         let (passed, has_progress) = match &mut self.content {
             BodyKind::Events { events, .. } => {
                 let passed = events.push(data, &mut |findings| {
-                    if let Some(continuation) = continuation {
-                        continuation.relayed.note(findings);
-                    }
                     accounting.note_event(findings);
+                    continuation.as_mut().and_then(|it| it.note(findings))
                 });
                 (passed, events.take_progress())
             }
@@ -393,8 +396,11 @@ impl ResponseBody {
         if let Some(request_metrics) = &mut self.accounting.request_metrics {
             request_metrics.fails_because(why.to_string());
         }
-        self.accounting
-            .end(AttemptEnd::Broken, RequestOutcome::BrokenOff);
+        let (end, outcome) = match why {
+            ResponseBodyError::TakenOver => (AttemptEnd::Moved, RequestOutcome::ClientLeft),
+            _ => (AttemptEnd::Broken, RequestOutcome::BrokenOff),
+        };
+        self.accounting.end(end, outcome);
         let relayed = self.continuation.take().map(|it| it.relayed);
         match &mut self.content {
             BodyKind::Events {
@@ -402,6 +408,7 @@ impl ResponseBody {
             } => {
                 let failure = match why {
                     ResponseBodyError::Silent => ProxyError::EngineTimeout,
+                    ResponseBodyError::TakenOver => ProxyError::TakenOver,
                     _ => ProxyError::EngineBrokeOff {
                         tokens: relayed.map(|relayed| relayed.tokens()),
                         obstacle: obstacle.map(ToString::to_string),
@@ -448,6 +455,13 @@ impl ResponseBody {
         while !self.is_over {
             if let Some(piece) = ready!(self.poll_continuation(cx)) {
                 return Poll::Ready(Some(piece));
+            }
+            if self
+                .accounting
+                .attempt()
+                .is_some_and(Attempt::is_taken_over)
+            {
+                return Poll::Ready(Some(self.leave()));
             }
             // Once per call: a stream that cannot move goes on where it is.
             let why = match std::mem::take(&mut may_move) && self.is_moving() {

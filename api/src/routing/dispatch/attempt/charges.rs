@@ -31,7 +31,7 @@ impl OpenAttempt {
             ..settled
         };
         dispatcher.priced.add(self.pricing.due(&charge));
-        outbox.charge(charge);
+        outbox.charge_for(self.carried, charge);
     }
 
     /// Charges more output in advance if all expected output was produced.
@@ -43,7 +43,7 @@ impl OpenAttempt {
             let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
             let charge = ledger.raise(user, &mut self.advance, more, pricing);
             dispatcher.priced.add(pricing.due(&charge));
-            outbox.charge(charge);
+            outbox.charge_for(self.carried, charge);
         }
     }
 

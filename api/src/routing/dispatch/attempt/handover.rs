@@ -8,9 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use state::admission::{Advance, Pricing, TokenDelta};
 use state::command::Charge;
+use state::streams::CarriedStream;
 use state::trees::TurnUsage;
 use tokio::time::Instant;
 
+use super::carried::close_advance;
 use super::{Attempt, OpenAttempt, nothing};
 use crate::planted::{self, Bug};
 use crate::routing::dispatch::Dispatcher;
@@ -26,6 +28,8 @@ pub struct EarlierCharge {
     pub(super) usage: Option<Usage>,
     /// Whether an engine may have run the request, so that a session's turn counts.
     pub(super) has_run: bool,
+    /// Whether the usage is what a client claims that another replica has told it.
+    pub(super) is_claimed: bool,
 }
 
 impl EarlierCharge {
@@ -63,7 +67,12 @@ impl EarlierAttempts {
         *self.lock() = attempt.lend();
     }
 
-    /// Forgets what was lent, because no other attempt goes on.
+    /// Lets the next attempt begin with what a stream has cost that the request has taken over.
+    pub(crate) fn resume(&self, earlier: EarlierAttempt) {
+        *self.lock() = Some(earlier);
+    }
+
+    /// Forgets what was lent or taken over, because no other attempt goes on.
     pub fn take_back(&self) {
         self.lock().take();
     }
@@ -90,20 +99,23 @@ impl EarlierAttempts {
 /// [`Attempt::continues`] ends the turn of the request's session, as the answer does not go on.
 #[must_use]
 pub(crate) struct EarlierAttempt {
-    dispatcher: Arc<Dispatcher>,
-    session: Option<NamedSession>,
-    charge: EarlierCharge,
-    /// What an attempt that failed before any output owes; `None` if everything is charged.
-    debt: Option<Debt>,
+    pub(super) dispatcher: Arc<Dispatcher>,
+    pub(super) session: Option<NamedSession>,
+    pub(super) charge: EarlierCharge,
+    /// The resumable stream that the attempts carry, if they do.
+    pub(super) carried: Option<CarriedStream>,
+    /// What is owed if no other attempt goes on; `None` if everything is charged.
+    pub(super) debt: Option<Debt>,
 }
 
-/// Estimated prompt of an attempt whose engine failed before it reported anything. If another one
-/// goes on, its report counts instead.
-struct Debt {
-    estimate: Charge,
-    /// Charge made in advance, from which the prompt is paid.
-    advance: Advance,
-    pricing: Pricing,
+/// What another attempt reports if it goes on: the estimated prompt of an attempt whose engine
+/// failed before it reported anything, or what the client of a resumable stream has received and the
+/// log has not charged.
+pub(super) struct Debt {
+    pub(super) estimate: Charge,
+    /// Charge made in advance, from which it is paid.
+    pub(super) advance: Advance,
+    pub(super) pricing: Pricing,
 }
 
 impl EarlierAttempt {
@@ -116,6 +128,7 @@ impl EarlierAttempt {
     pub(crate) fn join(&mut self, mut next: Self) {
         self.charge = EarlierCharge {
             has_run: self.charge.has_run || next.charge.has_run,
+            is_claimed: self.charge.is_claimed,
             ..next.charge
         };
         self.session = self.session.or(next.session.take());
@@ -139,9 +152,9 @@ impl EarlierAttempt {
         dispatcher.outbox.with(|outbox| {
             let ledger = &mut outbox.ledger;
             let charge = ledger.settle(user, &mut debt.advance, &used, &debt.pricing);
-            ledger.close(user, debt.advance);
             dispatcher.priced.add(debt.pricing.due(&charge));
-            outbox.charge(charge);
+            outbox.charge_for(self.carried, charge);
+            close_advance(outbox, (user, self.carried), debt.advance);
         });
         let charged = &mut self.charge.charged;
         charged.input_uncached += used.input_uncached;
@@ -163,7 +176,8 @@ impl Drop for EarlierAttempt {
             output,
         };
         let dispatcher = &self.dispatcher;
-        (dispatcher.outbox).with(|outbox| dispatcher.end_turn(outbox, session, used));
+        let payer = (self.charge.charged.user, self.carried);
+        (dispatcher.outbox).with(|outbox| dispatcher.end_turn(outbox, session, used, payer));
     }
 }
 
@@ -173,7 +187,11 @@ impl Attempt {
     /// turn does not end yet.
     pub(crate) fn hand_over(mut self, end: AttemptEnd, now: Instant) -> Option<EarlierAttempt> {
         let dispatcher = Arc::clone(&self.dispatcher);
+        let is_lost = self.is_taken_over();
         let open = self.open.as_mut()?;
+        if is_lost {
+            open.is_lost();
+        }
         let session = open.session.take();
         let is_unknown = open.usage.is_none() && open.unreported_bytes == 0;
         let owes = !open.owes && end == AttemptEnd::Failed && is_unknown;
@@ -183,11 +201,13 @@ impl Attempt {
             pricing: open.pricing,
         });
         open.owes |= owes;
+        let carried = open.carried;
         let charge = self.close(end, now)?;
         Some(EarlierAttempt {
             dispatcher,
             session,
             charge,
+            carried,
             debt,
         })
     }
@@ -204,7 +224,9 @@ impl Attempt {
                 charged: open.charged,
                 usage: open.usage,
                 has_run: false,
+                is_claimed: open.earlier.is_some_and(|earlier| earlier.is_claimed),
             },
+            carried: open.carried,
             debt: None,
         })
     }

@@ -10,6 +10,7 @@
 //! ([`HiddenOutput`]). Without a report, the believed prefix counts as cached. An attempt that
 //! never ran costs nothing. A failed one may have run, so it costs its prompt and that estimate.
 
+mod carried;
 mod charges;
 mod handover;
 mod progress;
@@ -24,8 +25,11 @@ use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, UserKey};
 use state::prefix::model_key;
+use state::streams::CarriedStream;
 use tokio::time::Instant;
 
+pub(crate) use self::carried::TakeOverError;
+pub(crate) use self::handover::EarlierAttempt;
 pub use self::handover::{EarlierAttempts, EarlierCharge};
 use self::progress::ResponseProgress;
 use self::stages::{PrefillStage, Stages};
@@ -101,6 +105,8 @@ pub(in crate::routing) struct OpenAttempt {
     /// What earlier attempts charged for the answer that this one continues; `None` if it begins
     /// one.
     earlier: Option<EarlierCharge>,
+    /// The resumable stream that the attempt carries, if it does.
+    carried: Option<CarriedStream>,
     /// Whether the attempt charges nothing: the one that goes on does, or whoever keeps the earlier
     /// ones.
     owes: bool,
@@ -120,6 +126,8 @@ pub struct DispatchTerms {
     /// What earlier attempts charged for the answer that this one continues; `None` if it begins
     /// one. Nothing is charged in advance then.
     pub earlier: Option<EarlierCharge>,
+    /// The resumable stream that the request carries; `None` if its client cannot go on elsewhere.
+    pub carried: Option<CarriedStream>,
 }
 
 /// Returns the token prices in `registry`, and which tokens are charged.
@@ -186,15 +194,16 @@ impl Dispatcher {
         self.backends.sent(backend.slot, ask.model);
         let meter = self.fleet.meter(backend, &decision.name);
         let held = self.held(backend, &identity.chain, decision.matched);
-        let (user, advance) = self.outbox.with(|outbox| {
+        let (user, advance, carried) = self.outbox.with(|outbox| {
             outbox.follow_names(registry.names_since);
             let user = outbox.payer(hash_seed, ask.user.as_str());
             let (advance, charge) = started(outbox, user, &estimate, &pricing);
             self.priced.add(pricing.due(&charge));
-            outbox.charge(charge);
+            let carried = terms.carried.and_then(|it| outbox.admits(user, it));
+            outbox.charge_for(carried, charge);
             outbox.acquire(id, backend, &identity.chain, held);
             self.begin_turn(outbox, ask.session, (user, model), backend);
-            (user, advance)
+            (user, advance, carried)
         });
         self.flush_soon_for(backend);
         let open = OpenAttempt {
@@ -220,6 +229,7 @@ impl Dispatcher {
             unreported_bytes: 0,
             charged: terms.earlier.map_or(nothing(user), |it| it.charged),
             earlier: terms.earlier,
+            carried,
             owes: !begins,
             model,
             pricing,
@@ -395,7 +405,11 @@ impl Attempt {
             }
             AttemptEnd::NotRun | AttemptEnd::Failed => {}
         }
+        let is_lost = self.is_taken_over();
         let mut open = self.open.take()?;
+        if is_lost {
+            open.is_lost();
+        }
         open.settle_cached(&self.dispatcher, end);
         let mut charge = match end {
             _ if open.owes => nothing(self.user),
@@ -429,7 +443,7 @@ impl Attempt {
         self.release(&open, reply, (open.reply_end(end), outcome));
         self.dispatcher.outbox.with(|outbox| {
             open.charge(&self.dispatcher, outbox, charge);
-            outbox.ledger.close(self.user, open.advance);
+            open.close_advance(outbox);
         });
         let has_run =
             end != AttemptEnd::NotRun || open.earlier.is_some_and(|earlier| earlier.has_run);
@@ -449,6 +463,7 @@ impl Attempt {
             charged: open.charged,
             usage: open.usage,
             has_run,
+            is_claimed: open.earlier.is_some_and(|earlier| earlier.is_claimed),
         })
     }
 }

@@ -113,7 +113,8 @@ impl OpenAttempt {
             input_cached: charged.input_cached,
             output: charged.output,
         };
-        (dispatcher.outbox).with(|outbox| dispatcher.end_turn(outbox, session, used));
+        let payer = (charged.user, self.carried);
+        (dispatcher.outbox).with(|outbox| dispatcher.end_turn(outbox, session, used, payer));
     }
 
     /// Writes the outcome of the attempt to the decision's record.
@@ -155,6 +156,10 @@ impl OpenAttempt {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
         self.count_gaps(dispatcher, usage.completion_tokens, now);
+        if self.earlier.is_some_and(|earlier| earlier.is_claimed) {
+            // The client says how many tokens were the prompt's. Nothing is learned from that.
+            return;
+        }
         if end != AttemptEnd::NotRun {
             let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,

@@ -1,7 +1,8 @@
 //! Tests that a waiter for a charge is notified when the envelope with the charge is committed.
 
 use state::command::{BatchReply, Charge, Committed, Rejection, Reply};
-use state::ids::LogIndex;
+use state::ids::{LogIndex, StreamCarrier, StreamId};
+use state::streams::CarriedStream;
 
 use super::{cut, outbox, user};
 use crate::ports::ProposeError;
@@ -55,4 +56,38 @@ fn a_permanently_refused_charge_is_not_confirmed() {
     cut(&mut outbox);
     answered(&mut outbox, Reply::Rejected(Rejection::TooManyUsers));
     assert!(!is_waiting(&mut commit) && commit.try_recv().is_err());
+}
+
+#[test]
+fn charges_of_streams_leave_by_name_and_are_confirmed_with_the_last() {
+    let mut outbox = outbox(OutboxSettings::default());
+    let ada = user("ada");
+    charge(&mut outbox, "ada");
+    let streams = 1_000;
+    for stream in 0..streams {
+        let carried = CarriedStream {
+            stream: StreamId(stream),
+            carrier: StreamCarrier(7),
+        };
+        for _ in 0..2 {
+            let charge = Charge {
+                user: ada,
+                output: 1,
+                ..Charge::default()
+            };
+            outbox.charge_for(Some(carried), charge);
+        }
+        outbox.take_over(ada, carried);
+    }
+    assert_eq!(outbox.unapplied(ada).output, 2 * streams + 1);
+    let mut commit = outbox.commit_of(ada).expect("all are queued");
+    let mut sent = 0;
+    while !outbox.is_empty() {
+        assert!(is_waiting(&mut commit), "some are queued");
+        sent += cut(&mut outbox).len();
+        assert_eq!(outbox.unapplied(ada).output, 2 * streams + 1);
+        answered(&mut outbox, Reply::Batch(BatchReply::default()));
+    }
+    assert!(commit.try_recv().is_ok());
+    assert_eq!(sent as u64, streams + 1);
 }

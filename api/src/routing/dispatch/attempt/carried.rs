@@ -1,0 +1,167 @@
+//! Resumable streams: a request takes one over from another request, or loses its own to one.
+//!
+//! What all requests that carried a stream have charged is in the log (`state/src/streams`). Whoever
+//! takes it over begins with that, like an attempt that goes on with the answer of an earlier one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use state::admission::Advance;
+use state::command::Charge;
+use state::ids::{LogIndex, StreamCarrier, StreamId, UserKey};
+use state::streams::{CarriedStream, StreamKey};
+use tokio::time::timeout;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::handover::Debt;
+use super::{Attempt, EarlierAttempt, EarlierCharge, OpenAttempt, nothing, pricing_of};
+use crate::routing::Usage;
+use crate::routing::dispatch::Dispatcher;
+use crate::routing::outbox::Outbox;
+use crate::sessions::NamedSession;
+use crate::users::user_name::UserName;
+
+/// Maximum time until the log has a take-over.
+const TAKE_OVER_MAX: Duration = Duration::from_secs(5);
+/// Time between two looks at the applied index.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// Why a stream was not taken over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TakeOverError {
+    /// The log did not confirm it in time.
+    Unconfirmed,
+    /// Yet another request has taken it over since.
+    TakenOver,
+}
+
+impl Dispatcher {
+    /// Returns the name of a request that carries a stream, or of a stream: a hash of this replica's
+    /// run and a number.
+    fn new_name(&self) -> u64 {
+        let number = self.next_attempt().0;
+        xxh3_64_with_seed(&number.to_le_bytes(), self.session.0)
+    }
+
+    /// Names a stream that begins, with the request that carries it.
+    pub(crate) fn new_stream(&self) -> CarriedStream {
+        let name = self.new_name();
+        CarriedStream {
+            stream: StreamId(name),
+            carrier: StreamCarrier(name),
+        }
+    }
+
+    /// Names a request that carries the `stream` of another one on.
+    pub(crate) fn new_carrier(&self, stream: StreamId) -> CarriedStream {
+        CarriedStream {
+            stream,
+            carrier: StreamCarrier(self.new_name()),
+        }
+    }
+
+    /// Takes a user's stream over, and returns what was charged for it once the log and this replica
+    /// know it. The client claims to have received an answer with this `usage` so far.
+    pub(crate) async fn take_over(
+        self: &Arc<Self>,
+        user: &UserName,
+        carried: CarriedStream,
+        session: Option<NamedSession>,
+        usage: Usage,
+    ) -> Result<EarlierAttempt, TakeOverError> {
+        let registry = self.view.registry();
+        let (user, commit) = self.outbox.with(|outbox| {
+            outbox.follow_names(registry.names_since);
+            let user = outbox.payer(registry.hash_seed, user.as_str());
+            outbox.take_over(user, carried);
+            (user, outbox.commit_of(user))
+        });
+        self.outbox.flush_soon();
+        let applied = async {
+            let index: LogIndex = commit?.await.ok()?;
+            while self.view.applied() < index {
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+            Some(())
+        };
+        let applied = timeout(TAKE_OVER_MAX, applied).await.ok().flatten();
+        applied.ok_or(TakeOverError::Unconfirmed)?;
+        let key = StreamKey {
+            stream: carried.stream,
+            user,
+        };
+        let record = self.view.streams().record(key).copied();
+        let record = record.filter(|it| it.carrier == carried.carrier);
+        let record = record.ok_or(TakeOverError::TakenOver)?;
+        let charged = Charge {
+            input_uncached: record.charged.input_uncached,
+            input_cached: record.charged.input_cached,
+            output: record.charged.output,
+            ..nothing(user)
+        };
+        let prompt_tokens = record.charged.input();
+        let estimate = Charge {
+            input_uncached: usage.prompt_tokens.saturating_sub(prompt_tokens),
+            output: usage.completion_tokens.saturating_sub(charged.output),
+            ..nothing(user)
+        };
+        Ok(EarlierAttempt {
+            dispatcher: Arc::clone(self),
+            session,
+            charge: EarlierCharge {
+                charged,
+                usage: Some(usage),
+                has_run: true,
+                is_claimed: true,
+            },
+            carried: Some(carried),
+            debt: Some(Debt {
+                estimate,
+                advance: Advance::left_over(record.advance, prompt_tokens > 0),
+                pricing: pricing_of(&registry),
+            }),
+        })
+    }
+}
+
+impl Attempt {
+    /// Whether another request has taken over the stream that the attempt carries.
+    pub(crate) fn is_taken_over(&self) -> bool {
+        let carried = self.open.as_ref().and_then(|open| open.carried);
+        carried.is_some_and(|carried| {
+            let key = StreamKey {
+                stream: carried.stream,
+                user: self.user,
+            };
+            let streams = self.dispatcher.view.streams();
+            streams.is_taken_over(key, carried.carrier)
+        })
+    }
+}
+
+impl OpenAttempt {
+    /// Leaves charge, advance and turn to the request that has taken the stream over.
+    pub(super) fn is_lost(&mut self) {
+        self.owes = true;
+        self.session = None;
+        self.advance = Advance::default();
+    }
+
+    /// Turns the unused advance into credit.
+    pub(super) fn close_advance(&self, outbox: &mut Outbox) {
+        close_advance(outbox, (self.charged.user, self.carried), self.advance);
+    }
+}
+
+/// Turns the unused `advance` of a request into credit of its user. A stream's next carrier does not
+/// get it then.
+pub(super) fn close_advance(
+    outbox: &mut Outbox,
+    (user, carried): (UserKey, Option<CarriedStream>),
+    advance: Advance,
+) {
+    outbox.ledger.close(user, advance);
+    if let Some(carried) = carried.filter(|_| advance.left() > 0) {
+        outbox.close_stream(user, carried);
+    }
+}

@@ -1,0 +1,338 @@
+//! Streams whose clients go on at another replica, with the text that they have received.
+
+use std::sync::Arc;
+
+use api::proxy::{ProxySettings, RequestOutcome};
+use serde_json::{Value, json};
+use state::ids::ReplicaId;
+use tokio::sync::Semaphore;
+
+use super::client::{Answer, Client, post};
+use super::continued::{is_continued, next_delta, requests, text};
+use super::engine::{DONE, Engine, Step, chunk, delta, last_chunk, stream_head};
+use super::fleet::{Fleet, eventually};
+
+const ROLE: &str = "data: {\"id\":\"c\",\"created\":5,\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
+const PATH: &str = "/v1/chat/completions";
+
+/// Returns the headers of a client that can go on, behind the event with this id, if any.
+fn headers(user: &str, last: Option<&str>) -> String {
+    let last = last.map_or_else(String::new, |id| format!("last-event-id: {id}\r\n"));
+    format!("x-quorate-user: {user}\r\nx-quorate-session: s\r\nx-quorate-resumable: 1\r\n{last}")
+}
+
+/// Returns the body of a chat with these further fields.
+fn body(fields: &Value) -> String {
+    let mut body = json!({
+        "model": "m",
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": true,
+        "stream_options": {"include_usage": true},
+    });
+    for (name, value) in fields.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body.to_string()
+}
+
+fn begins(user: &str) -> String {
+    post(PATH, &headers(user, None), &body(&json!({})))
+}
+
+fn resumes(user: &str, last: &str, received: &str) -> String {
+    let received = json!({ "quorate_received": received });
+    post(PATH, &headers(user, Some(last)), &body(&received))
+}
+
+/// Returns the ids of the events so far.
+fn ids(stream: &str) -> Vec<String> {
+    let ids = stream.lines().filter_map(|line| line.strip_prefix("id:"));
+    ids.map(|id| id.trim().to_owned()).collect()
+}
+
+/// Starts an engine that streams `first` and then waits for `more` to send `then`. It continues
+/// with the text `c`.
+async fn engine(first: &[String], then: &[String], more: &Arc<Semaphore>) -> Engine {
+    let owned =
+        |events: &[String]| -> Vec<Step> { events.iter().map(|event| chunk(event)).collect() };
+    let (first, then, more) = (owned(first), owned(then), Arc::clone(more));
+    Engine::answering(move |request| {
+        let mut steps = vec![stream_head()];
+        if is_continued(request) {
+            let end = "data: {\"id\":\"d\",\"created\":9,\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
+            let usage = "data: {\"id\":\"d\",\"created\":9,\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
+            let events = [next_delta("c", 9, 1), end.into(), usage.into(), DONE.into()];
+            steps.extend(owned(&events));
+            steps.push(last_chunk());
+        } else {
+            steps.extend_from_slice(&first);
+            steps.push(Step::Await(Arc::clone(&more)));
+            steps.extend_from_slice(&then);
+            steps.push(Step::Hang);
+        }
+        steps
+    })
+    .await
+}
+
+/// Two replicas in front of one engine.
+struct Scene {
+    replicas: Vec<Fleet>,
+    engine: Engine,
+    /// Lets the engine of the first stream go on.
+    more: Arc<Semaphore>,
+}
+
+impl Scene {
+    async fn start(first: &[String], then: &[String]) -> Self {
+        let more = Arc::new(Semaphore::new(0));
+        let engine = engine(first, then, &more).await;
+        let settings = [1, 2].map(|number| {
+            let mut settings = ProxySettings::new(ReplicaId(number));
+            settings.streams.resumable = true;
+            settings
+        });
+        let replicas = Fleet::replicas(&[&engine], settings.into()).await;
+        replicas.iter().for_each(Fleet::keep_flushing);
+        Self {
+            replicas,
+            engine,
+            more,
+        }
+    }
+
+    /// Begins a stream at the first replica, and reads up to `last`.
+    async fn begin(&self, user: &str, last: &str) -> (Client, String) {
+        let mut client = self.replicas[0].client().await;
+        client.send(begins(user)).await;
+        client.read_until(last).await;
+        client.read_until("\n\n").await;
+        let read = String::from_utf8_lossy(&client.read).into_owned();
+        let id = ids(&read).pop().unwrap();
+        (client, id)
+    }
+
+    async fn ask(&self, replica: usize, request: String) -> Answer {
+        self.replicas[replica].client().await.ask(request).await
+    }
+
+    /// Returns the prompt and output tokens that a user has paid for, and the requests in flight.
+    async fn paid(&self, user: &str) -> [u64; 3] {
+        for replica in &self.replicas {
+            let outbox = replica.router.outbox();
+            eventually("everything is in the log", || {
+                outbox.is_empty() && !outbox.is_outstanding()
+            })
+            .await;
+        }
+        let path = format!("/admin/v1/users/{user}");
+        let (_, user) = self.replicas[0].call("GET", &path, &json!({})).await;
+        let of = |name: &str| user["total"][name].as_u64().unwrap();
+        let input = of("input_uncached") + of("input_cached");
+        [input, of("output"), user["in_flight"].as_u64().unwrap()]
+    }
+
+    /// Returns the turns of the only session, and its output tokens.
+    async fn turns(&self) -> [u64; 2] {
+        let path = "/admin/v1/sessions";
+        let (_, shown) = self.replicas[0].call("GET", path, &json!({})).await;
+        let session = &shown["sessions"][0];
+        let of = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{shown}"));
+        [of(&session["turns"]), of(&session["usage"]["output"])]
+    }
+
+    async fn are_idle(&self) {
+        for replica in &self.replicas {
+            replica.is_idle().await;
+        }
+    }
+}
+
+fn first() -> Vec<String> {
+    vec![ROLE.to_owned(), delta("a", 1), delta("b", 2)]
+}
+
+#[tokio::test]
+async fn a_client_goes_on_at_another_replica_exactly_behind_its_last_event() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (client, id) = scene.begin("u", "\"b\"").await;
+    drop(client);
+    let answer = scene.ask(1, resumes("u", &id, "ab")).await;
+    assert_eq!((answer.status, text(&answer)), (200, "c".to_owned()));
+    assert_eq!(answer.header("x-quorate-resumable"), Some("1"));
+    assert!(!answer.body.contains("assistant"), "{}", answer.body);
+    assert!(!answer.body.contains("\"id\":\"d\"") && !answer.body.contains("\"created\":9"));
+    let usage = r#""usage":{"prompt_tokens":7,"completion_tokens":3}"#;
+    assert!(answer.body.contains(usage), "{}", answer.body);
+    assert!(answer.body.ends_with(DONE) && answer.is_complete);
+    assert!(ids(&answer.body).len() >= 2);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 3, 0]);
+    assert_eq!(scene.turns().await, [1, 3]);
+    let next = requests(std::slice::from_ref(&scene.engine)).pop().unwrap();
+    assert!(!next.contains("quorate_received") && !next.contains("last-event-id"));
+    assert_eq!(scene.replicas[1].count(RequestOutcome::Finished, 200), 1);
+}
+
+#[tokio::test]
+async fn a_stream_that_was_taken_over_ends_and_charges_nothing_more() {
+    let then: Vec<String> = (3..100).map(|tokens| delta("x", tokens)).collect();
+    let scene = Scene::start(&first(), &then).await;
+    let (mut old, id) = scene.begin("u", "\"b\"").await;
+    let answer = scene.ask(1, resumes("u", &id, "ab")).await;
+    assert_eq!(text(&answer), "c");
+    scene.more.add_permits(1);
+    let old = old.answer().await;
+    assert!(old.body.contains("stream_taken_over"), "{}", old.body);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 3, 0]);
+    assert_eq!(scene.turns().await, [1, 3]);
+}
+
+#[tokio::test]
+async fn the_last_of_several_clients_carries_the_stream() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (old, id) = scene.begin("u", "\"b\"").await;
+    for replica in [1, 0, 0, 1] {
+        let answer = scene.ask(replica, resumes("u", &id, "ab")).await;
+        assert_eq!((answer.status, text(&answer)), (200, "c".to_owned()));
+    }
+    drop(old);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 3, 0]);
+    assert_eq!(scene.turns().await, [1, 3]);
+}
+
+#[tokio::test]
+async fn a_stream_whose_choice_has_ended_gets_only_its_end() {
+    let stop = "data: {\"id\":\"c\",\"created\":5,\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n";
+    let first = [first(), vec![stop.to_owned()]].concat();
+    let scene = Scene::start(&first, &[]).await;
+    let (client, id) = scene.begin("u", "\"stop\"").await;
+    drop(client);
+    let answer = scene.ask(1, resumes("u", &id, "ab")).await;
+    let usage =
+        r#""choices":[],"usage":{"completion_tokens":2,"prompt_tokens":7,"total_tokens":9}"#;
+    assert!(
+        answer.body.starts_with("data: {\"id\":\"c\""),
+        "{}",
+        answer.body
+    );
+    assert!(answer.body.contains(usage) && answer.body.ends_with(DONE));
+    assert_eq!(requests(std::slice::from_ref(&scene.engine)).len(), 1);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 2, 0]);
+    assert_eq!(scene.turns().await, [1, 2]);
+}
+
+#[tokio::test]
+async fn a_claim_that_does_not_add_up_is_refused_and_stops_nothing() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (mut old, id) = scene.begin("u", "\"b\"").await;
+    let shown = String::from_utf8_lossy(&old.read).into_owned();
+    let earlier = ids(&shown)[0].clone();
+    let received = |received: Value| body(&json!({ "quorate_received": received }));
+    let asked = |last: Option<&str>, body: &str| post(PATH, &headers("u", last), body);
+    for (request, because) in [
+        (resumes("u", &id, "ax"), "has 2 bytes and the xxh3"),
+        (resumes("u", &id, "a"), "1 bytes are not the text"),
+        (resumes("u", &earlier, "ab"), "has 0 bytes"),
+        (resumes("u", "5", "ab"), "is not an id"),
+        (resumes("u", &"A".repeat(300), "ab"), "is not an id"),
+        (
+            asked(Some(&id), &body(&json!({}))),
+            "quorate_received: is missing",
+        ),
+        (asked(Some(&id), &received(json!(["ab"]))), "must be text"),
+        (
+            asked(None, &received(json!("ab"))),
+            "last-event-id: is missing",
+        ),
+    ] {
+        let answer = scene.ask(1, request).await;
+        assert_eq!(
+            (answer.status, answer.error_code()),
+            (400, "invalid_request".into())
+        );
+        assert!(answer.body.contains(because), "{because}: {}", answer.body);
+    }
+    // What cannot be continued stops nothing either.
+    let fields = json!({ "quorate_received": "ab", "logprobs": true });
+    let answer = scene.ask(1, asked(Some(&id), &body(&fields))).await;
+    assert_eq!(
+        (answer.status, answer.error_code()),
+        (409, "stream_not_resumable".into())
+    );
+    assert!(answer.body.contains("logprobs"), "{}", answer.body);
+    let fields = json!({ "quorate_received": "ab", "max_tokens": 2 });
+    let answer = scene.ask(1, asked(Some(&id), &body(&fields))).await;
+    assert_eq!(answer.status, 409);
+    assert_eq!(scene.replicas[0].running(), 1);
+    assert_eq!(requests(std::slice::from_ref(&scene.engine)).len(), 1);
+    old.read_until("\"b\"").await;
+    drop(old);
+    scene.are_idle().await;
+}
+
+#[tokio::test]
+async fn a_user_with_the_id_of_anothers_stream_pays_for_an_answer_and_stops_nothing() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (old, id) = scene.begin("u", "\"b\"").await;
+    let answer = scene.ask(1, resumes("thief", &id, "ab")).await;
+    assert_eq!(text(&answer), "c");
+    assert_eq!(scene.replicas[0].running(), 1);
+    drop(old);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("thief").await, [7, 3, 0]);
+    assert_eq!(scene.paid("u").await, [7, 2, 0]);
+}
+
+#[tokio::test]
+async fn events_have_ids_only_where_the_client_could_go_on() {
+    let call = "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{\"tool_calls\":[{\"index\":0,\"function\":{\"name\":\"f\"}}]}}]}\n\n";
+    let scene = Scene::start(&[delta("a", 1), call.into(), call.into()], &[]).await;
+    let mut client = scene.replicas[0].client().await;
+    client.send(begins("u")).await;
+    while String::from_utf8_lossy(&client.read)
+        .matches("tool_calls")
+        .count()
+        < 2
+    {
+        assert!(client.fill().await);
+    }
+    let found = ids(&String::from_utf8_lossy(&client.read));
+    assert_eq!((found.len(), found[1].as_str()), (2, ""));
+    drop(client);
+    for (headers, fields) in [
+        ("x-quorate-user: u\r\n", json!({})),
+        (&*headers("u", None), json!({ "logprobs": true })),
+        (&*headers("u", None), json!({ "n": 2 })),
+        (
+            &*headers("u", None),
+            json!({ "response_format": {"type": "json_object"} }),
+        ),
+    ] {
+        let mut client = scene.replicas[0].client().await;
+        client.send(post(PATH, headers, &body(&fields))).await;
+        client.read_until("\"a\"").await;
+        let read = String::from_utf8_lossy(&client.read).into_owned();
+        assert!(
+            !read.contains("x-quorate-resumable") && ids(&read).is_empty(),
+            "{read}"
+        );
+    }
+    scene.are_idle().await;
+}
+
+#[tokio::test]
+async fn a_resumed_request_is_recorded_as_one() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (client, id) = scene.begin("u", "\"b\"").await;
+    drop(client);
+    let answer = scene.ask(1, resumes("u", &id, "ab")).await;
+    let request = answer.header("x-request-id").unwrap().to_owned();
+    let path = format!("/admin/v1/decisions/{request}");
+    let (_, record) = scene.replicas[1].call("GET", &path, &json!({})).await;
+    assert_eq!(record["resumed"], true, "{record}");
+    scene.are_idle().await;
+}
