@@ -205,7 +205,7 @@ async fn the_last_of_several_clients_carries_the_stream() {
 
 #[tokio::test]
 async fn a_stream_whose_choice_has_ended_gets_only_its_end() {
-    let stop = "data: {\"id\":\"c\",\"created\":5,\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n";
+    let stop = "data: {\"id\":\"c\",\"created\":5,\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n";
     let first = [first(), vec![stop.to_owned()]].concat();
     let scene = Scene::start(&first, &[]).await;
     let (client, id) = scene.begin("u", "\"stop\"").await;

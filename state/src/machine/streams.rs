@@ -75,7 +75,7 @@ mod tests {
         assert!(state.charge_stream(ReplicaId(1), &first));
         let mut next = charge(2, 5);
         (next.charge.started, next.turn) = (1, turn(15));
-        next.takes_over = true;
+        next.takes_over = Some(1);
         assert!(state.charge_stream(ReplicaId(2), &next));
         let mut late = charge(1, 3);
         (late.charge.ended, late.turn) = (1, turn(13));

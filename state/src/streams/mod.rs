@@ -7,6 +7,10 @@
 //! has taken the stream over: then the charge is void, because the new carrier has begun with what
 //! the record showed, and charges the rest of the answer.
 //!
+//! A take-over names an epoch, one above that which its proposer sees, and fails if the record has
+//! reached it. So one that was given up, and is applied late, takes nothing from its successor, which
+//! tries again with a higher epoch if it comes second.
+//!
 //! A record is kept for [`STREAM_IDLE_MS`] after its last use. There are at most [`STREAMS_MAX`]; the
 //! one unused for longest makes room. A stream without a record is charged from its beginning.
 //! Records belong to a user, so nobody can touch another's.
@@ -61,8 +65,9 @@ pub struct CarriedStream {
 pub struct StreamCharge {
     /// The stream, with the carrier that charges.
     pub carried: CarriedStream,
-    /// Whether the carrier takes the stream over from whoever carries it.
-    pub takes_over: bool,
+    /// Epoch in which the carrier takes the stream over from whoever carries it; `None` if it carries
+    /// the stream already.
+    pub takes_over: Option<u32>,
     /// Whether the unused part of the advance has become credit of the user.
     pub is_closed: bool,
     /// Usage of the user.
@@ -77,7 +82,7 @@ impl StreamCharge {
     pub fn empty(user: UserKey, carried: CarriedStream) -> Self {
         Self {
             carried,
-            takes_over: false,
+            takes_over: None,
             is_closed: false,
             charge: Charge {
                 user,
@@ -102,6 +107,8 @@ impl StreamCharge {
 pub struct StreamRecord {
     /// The request that carries the stream.
     pub carrier: StreamCarrier,
+    /// Epoch in which it took the stream over; 0 for the first one.
+    pub epoch: u32,
     /// Tokens charged for the answer.
     pub charged: TurnUsage,
     /// Priced tokens that were charged in advance and are not used.

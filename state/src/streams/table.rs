@@ -61,16 +61,20 @@ impl StreamTable {
         let before = self.records.get(&key).copied();
         let mut record = before.unwrap_or(StreamRecord {
             carrier,
+            epoch: item.takes_over.unwrap_or(0),
             charged: TurnUsage::default(),
             advance: 0,
             turn: None,
             used_ms: now_ms,
         });
-        if record.carrier != carrier && !item.takes_over {
-            return StreamVerdict::Void;
+        if record.carrier != carrier {
+            let epoch = item.takes_over.filter(|epoch| *epoch > record.epoch);
+            let Some(epoch) = epoch else {
+                return StreamVerdict::Void;
+            };
+            (record.carrier, record.epoch) = (carrier, epoch);
         }
         let turn = record.turn;
-        record.carrier = carrier;
         record.used_ms = record.used_ms.max(now_ms);
         let Charge {
             input_uncached,

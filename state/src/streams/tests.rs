@@ -21,8 +21,8 @@ fn charge(user: u64, stream: u64, carrier: u64, output: u64) -> StreamCharge {
     charge
 }
 
-fn takes_over(mut charge: StreamCharge) -> StreamCharge {
-    charge.takes_over = true;
+fn takes_over(mut charge: StreamCharge, epoch: u32) -> StreamCharge {
+    charge.takes_over = Some(epoch);
     charge
 }
 
@@ -52,6 +52,8 @@ struct Scene {
     carriers: Vec<Carrier>,
     ledger: CreditLedger,
     pricing: Pricing,
+    /// Take-overs that were given up, which may still be applied once the stream has gone on.
+    late: Vec<StreamCharge>,
     /// Tokens charged to the user, and the priced tokens of them.
     user: [u64; 2],
     due: u64,
@@ -64,6 +66,7 @@ impl Scene {
             carriers: Vec::new(),
             ledger: CreditLedger::default(),
             pricing: Pricing::default(),
+            late: Vec::new(),
             user: [0; 2],
             due: 0,
         };
@@ -134,9 +137,19 @@ impl Scene {
         let received = self.carriers[from].produced.saturating_sub(missing);
         let new = self.carriers.len();
         self.begin([0; 2], received, Advance::default());
-        let item = takes_over(StreamCharge::empty(USER, self.carriers[new].carried));
+        let known = record(&self.table, USER.0, STREAM.0);
+        let epoch = known.map_or(1, |record| record.epoch + 1);
+        let item = takes_over(StreamCharge::empty(USER, self.carriers[new].carried), epoch);
         self.apply(&item);
         let record = record(&self.table, USER.0, STREAM.0).unwrap();
+        // Somebody else has asked for the same, and left.
+        let carrier = StreamCarrier(1000 + new as u64);
+        let carried = CarriedStream {
+            carrier,
+            ..self.carriers[new].carried
+        };
+        let late = StreamCharge::empty(USER, carried);
+        self.late.push(takes_over(late, epoch));
         let carrier = &mut self.carriers[new];
         carrier.charged = [record.charged.input(), record.charged.output];
         carrier.advance = Advance::left_over(record.advance, carrier.charged[0] > 0);
@@ -184,6 +197,9 @@ proptest! {
             | Step::Resume(which, _) => which % scene.carriers.len(),
         }).collect();
         order.extend(0..scene.carriers.len());
+        for item in std::mem::take(&mut scene.late) {
+            scene.apply(&item);
+        }
         for which in order {
             scene.flush(which);
             while !scene.carriers[which].sent.is_empty() {
@@ -203,7 +219,7 @@ proptest! {
 fn a_stream_of_another_user_is_another_stream() {
     let mut table = StreamTable::default();
     table.charge(&charge(1, 5, 1, 10), 0);
-    let verdict = table.charge(&takes_over(charge(2, 5, 2, 0)), 0);
+    let verdict = table.charge(&takes_over(charge(2, 5, 2, 0), 1), 0);
     assert_eq!(verdict, StreamVerdict::Counts { turn: None });
     assert_eq!(record(&table, 2, 5).unwrap().charged.output, 0);
     assert_eq!(record(&table, 1, 5).unwrap().carrier, StreamCarrier(1));
@@ -229,9 +245,21 @@ fn streams_unused_for_long_are_forgotten_and_the_idlest_makes_room() {
 }
 
 #[test]
+fn a_take_over_that_comes_late_takes_nothing() {
+    let mut table = StreamTable::default();
+    table.charge(&charge(1, 1, 1, 10), 0);
+    table.charge(&takes_over(charge(1, 1, 3, 0), 1), 0);
+    let late = takes_over(charge(1, 1, 2, 0), 1);
+    assert_eq!(table.charge(&late, 0), StreamVerdict::Void);
+    assert_eq!(record(&table, 1, 1).unwrap().carrier, StreamCarrier(3));
+    table.charge(&takes_over(charge(1, 1, 2, 0), 2), 0);
+    assert_eq!(record(&table, 1, 1).unwrap().carrier, StreamCarrier(2));
+}
+
+#[test]
 fn the_record_of_an_unknown_stream_begins_with_its_take_over() {
     let mut table = StreamTable::default();
-    table.charge(&takes_over(charge(1, 1, 2, 0)), 0);
+    table.charge(&takes_over(charge(1, 1, 2, 0), 1), 0);
     // The first charge of the first carrier comes too late.
     assert_eq!(table.charge(&charge(1, 1, 1, 10), 0), StreamVerdict::Void);
     assert_eq!(record(&table, 1, 1).unwrap().charged.output, 0);

@@ -130,7 +130,7 @@ fn stream() -> impl Strategy<Value = Item> {
         stream: StreamId(stream),
         carrier: StreamCarrier(carrier),
     });
-    let flags = (any::<bool>(), any::<bool>());
+    let flags = (prop::option::of(0_u32..4), any::<bool>());
     let turn = prop::option::of((0_u64..8, count()));
     (carried, charge(), flags, turn).prop_filter_map(
         "a charge",

@@ -13,9 +13,8 @@ use state::streams::CarriedStream;
 use crate::admission::AdmissionRequest;
 use crate::proxy::record::request_record::RequestRecord;
 use crate::proxy::request::client_request::ClientRequest;
-use crate::proxy::request::resumption::ResumeClaim;
 use crate::proxy::request::routes::shown_path;
-use crate::proxy::response::continuation::EventIds;
+use crate::proxy::response::continuation::{EventIds, ResumeClaim};
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::routing::{

@@ -22,12 +22,11 @@ use crate::proxy::Proxy;
 use crate::proxy::record::broken_streams::{BreakLabels, BreakResult, StreamBreak};
 use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::request::headers::RESUMABLE;
-use crate::proxy::request::resumption::ResumeClaim;
 use crate::proxy::response::answer_source::AnswerSource;
 use crate::proxy::response::continuation::{
-    COMPLETION_TOKENS, ContinueRejection, ContinuedBody, RelayedText, Seam, continued_body,
+    COMPLETION_TOKENS, ContinueRejection, ContinuedBody, RelayedText, ResumeClaim, Seam,
+    continued_body,
 };
-use crate::routing::TakeOverError;
 
 /// Responds to a request that goes on behind what its client has received.
 pub(super) async fn resume(
@@ -36,7 +35,7 @@ pub(super) async fn resume(
     claim: &ResumeClaim,
     request_metrics: &mut RequestMetricsGuard,
 ) -> Result<ForwardResult, ProxyError> {
-    let resumed = match claim.id.is_ended() {
+    let resumed = match claim.id.answer.is_ended {
         true => complete(proxy, proxied, claim).await,
         false => carry_on(proxy, proxied, claim, request_metrics).await,
     };
@@ -103,11 +102,8 @@ async fn carry_on(
     claim: &ResumeClaim,
     request_metrics: &mut RequestMetricsGuard,
 ) -> Resumed {
-    let relayed = RelayedText::received(
-        proxy.settings.streams.resume_max_tokens,
-        &claim.id,
-        &claim.text,
-    );
+    let tokens_max = proxy.settings.streams.resume_max_tokens;
+    let relayed = RelayedText::received(tokens_max, &claim.id.answer, &claim.text);
     let (mut sending, wanted) = prepare(proxy, proxied, request_metrics)?;
     let (path, body) = (proxied.head.uri.path(), whole(sending.body.clone()));
     let ContinuedBody {
@@ -173,14 +169,11 @@ async fn take_over(
     let Some(carried) = proxied.carried else {
         return Ok(());
     };
-    let usage = claim.id.usage();
+    let usage = claim.id.answer.usage();
     let taken = proxy
         .dispatcher
         .take_over(&proxied.user, carried, proxied.session, usage);
-    let earlier = taken.await.map_err(|why| match why {
-        TakeOverError::Unconfirmed => ProxyError::Unconfirmed,
-        TakeOverError::TakenOver => ProxyError::TakenOver,
-    })?;
+    let earlier = taken.await.ok_or(ProxyError::Unconfirmed)?;
     proxied.earlier.resume(earlier);
     Ok(())
 }

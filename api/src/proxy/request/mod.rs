@@ -12,7 +12,6 @@ pub(super) mod identify;
 pub(super) mod models;
 mod refusal;
 pub(super) mod request_body;
-pub(super) mod resumption;
 pub(super) mod routes;
 pub(super) mod usage_options;
 pub(super) mod user_models;

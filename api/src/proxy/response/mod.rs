@@ -13,6 +13,7 @@ pub(super) mod expose;
 mod idle_timeout;
 pub(super) mod json_answer;
 pub(super) mod json_scan;
+mod judged_event;
 mod long_event;
 mod member_scanner;
 pub(super) mod opening;

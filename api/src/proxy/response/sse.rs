@@ -16,7 +16,8 @@ use bytes::{Bytes, BytesMut};
 use super::answer_usage::{AnswerDelta, inspect};
 use super::edits::{Edit, edited};
 use super::engine_error::EngineError;
-use super::event_scan::{EventScan, unmarked};
+use super::event_scan::EventScan;
+use super::judged_event::{EventAction, EventLine, JudgedEvent, LastChunk};
 use super::long_event::LongEvent;
 use crate::proxy::request::usage_options::WantedUsage;
 
@@ -44,73 +45,6 @@ pub(in crate::proxy) struct SseStream {
     held_error: Option<Bytes>,
 }
 
-/// The last chunk of a choice. Its usage is the final one unless a separate usage chunk follows.
-#[derive(Debug)]
-struct LastChunk {
-    event: Bytes,
-    /// Position of the `usage` member in the event.
-    usage: Range<usize>,
-}
-
-impl LastChunk {
-    fn without_usage(&self) -> Bytes {
-        let (before, after) = (
-            &self.event[..self.usage.start],
-            &self.event[self.usage.end..],
-        );
-        [before, after].concat().into()
-    }
-}
-
-/// Action for an event.
-enum EventAction {
-    /// Relay the event unchanged.
-    Kept,
-    /// Remove these bytes of the event.
-    Cut(Range<usize>),
-    /// Hold the event back, see [`LastChunk`]. The range is the position of its `usage`.
-    Waits(Range<usize>),
-    /// Hold the event back with all that follows, because it reports an error.
-    Fails,
-}
-
-/// Line that an observer adds to an event: its id, if any.
-pub(in crate::proxy) trait EventLine {
-    /// Returns the line, with its end.
-    fn line(self) -> Option<Bytes>;
-}
-
-impl EventLine for () {
-    fn line(self) -> Option<Bytes> {
-        None
-    }
-}
-
-impl EventLine for Option<Bytes> {
-    fn line(self) -> Option<Bytes> {
-        self
-    }
-}
-
-/// What to do with an event.
-struct JudgedEvent {
-    action: EventAction,
-    /// Held chunk that precedes it.
-    before: Option<Bytes>,
-    /// Line to add to the event.
-    line: Option<Bytes>,
-}
-
-impl JudgedEvent {
-    fn new(action: EventAction, before: Option<Bytes>) -> Self {
-        Self {
-            action,
-            before,
-            line: None,
-        }
-    }
-}
-
 /// Position of a complete event's parts.
 struct EventRange {
     payload: Range<usize>,
@@ -118,11 +52,6 @@ struct EventRange {
     length: usize,
     /// Whether the event is named `error`.
     is_error: bool,
-}
-
-/// Returns the length of the byte order mark at the start of an event, which must stay there.
-fn mark_bytes(event: &[u8]) -> usize {
-    event.len() - unmarked(event).len()
 }
 
 /// Extracts usage and output from an event's payload. An event named `error` reports one whatever
@@ -251,7 +180,8 @@ impl SseStream {
                             edits.push(self.hold_error(bytes, start));
                             break;
                         }
-                        self.follow(judged, (bytes, start..start + length), &mut edits);
+                        let waits = judged.edit(bytes, start..start + length, &mut edits);
+                        self.last_chunk = waits.or(self.last_chunk.take());
                     }
                     start += length;
                 }
@@ -270,45 +200,6 @@ impl SseStream {
             }
         }
         edited(bytes, &edits)
-    }
-
-    /// Adds the edits that follow from the judgement on the `event` in `bytes`.
-    fn follow(
-        &mut self,
-        judged: JudgedEvent,
-        (bytes, event): (&Bytes, Range<usize>),
-        edits: &mut Vec<Edit>,
-    ) {
-        let JudgedEvent {
-            action,
-            before,
-            line,
-        } = judged;
-        let start = event.start;
-        edits.extend(before.map(|by| Edit::insert(start, by)));
-        let line_edit = |by| Edit::insert(start + mark_bytes(&bytes[event.clone()]), by);
-        match action {
-            EventAction::Kept | EventAction::Fails => edits.extend(line.map(line_edit)),
-            EventAction::Cut(cut) => {
-                let is_whole = cut.len() == event.len();
-                edits.extend(line.filter(|_| !is_whole).map(line_edit));
-                edits.push(Edit::cut(start + cut.start..start + cut.end));
-            }
-            EventAction::Waits(usage) => {
-                let line = line.unwrap_or_default();
-                let usage = usage.start + line.len()..usage.end + line.len();
-                let whole = bytes.slice(event.clone());
-                let whole = match line.is_empty() {
-                    true => whole,
-                    false => [line, whole].concat().into(),
-                };
-                self.last_chunk = Some(LastChunk {
-                    event: whole,
-                    usage,
-                });
-                edits.push(Edit::cut(event));
-            }
-        }
     }
 
     /// Reads the event at the start of `bytes`, whose data have several lines. It passes unchanged.
@@ -393,9 +284,9 @@ impl SseStream {
 
     /// Ends the stream and returns what was held back, if anything. An event that lacks only its
     /// blank line is parsed.
-    pub(in crate::proxy) fn finish<L: EventLine>(
+    pub(in crate::proxy) fn finish(
         &mut self,
-        observe: &mut impl FnMut(&AnswerDelta<'_>) -> L,
+        observe: &mut impl FnMut(&AnswerDelta<'_>),
     ) -> Option<Bytes> {
         let rest = self.held.split().freeze();
         let mut ended = BytesMut::with_capacity(rest.len() + 2);
@@ -415,12 +306,7 @@ impl SseStream {
                 length,
                 is_error: scan.is_error(),
             };
-            let judged = self.judge(&ended, &event, observe);
-            before = judged.before.or_else(|| self.take_waiting());
-            before = match (before, judged.line) {
-                (Some(before), Some(line)) => Some([before, line].concat().into()),
-                (before, line) => before.or(line),
-            };
+            before = self.judge(&ended, &event, observe).before;
         }
         let before = before.or_else(|| self.take_waiting());
         match before {
@@ -635,5 +521,49 @@ mod tests {
         ) {
             prop_assert_eq!(run(WantedUsage::ALL, &bytes, &frame_bytes).0, bytes);
         }
+    }
+
+    /// Numbers the events of `stream` by the lines of an observer.
+    fn numbered(stream: &str, running: bool) -> String {
+        let mut events = SseStream::new(WantedUsage {
+            final_chunk: true,
+            running,
+        });
+        let mut number = 0;
+        let passed = events.push(
+            Bytes::copy_from_slice(stream.as_bytes()),
+            &mut |_: &AnswerDelta<'_>| {
+                number += 1;
+                Some(Bytes::from(format!("id: {number}\n")))
+            },
+        );
+        let rest = events.finish(&mut |_: &AnswerDelta<'_>| ());
+        let passed = [passed.unwrap_or_default(), rest.unwrap_or_default()].concat();
+        String::from_utf8(passed).unwrap()
+    }
+
+    #[test]
+    fn a_line_stands_before_its_event_whatever_is_cut() {
+        let usage = r#","usage":{"prompt_tokens":5,"completion_tokens":1}"#;
+        let event = |text: &str, reason: &str, usage: &str| {
+            format!(
+                "data: {{\"choices\":[{{\"text\":\"{text}\",\"finish_reason\":{reason}}}]{usage}}}\n\n"
+            )
+        };
+        let (first, last) = (event("a", "null", usage), event("b", "\"stop\"", usage));
+        let joined = "data: {\"choices\":\ndata: []}\n\n";
+        let stream = format!("\u{feff}{first}: hello\n\n{joined}{last}data: [DONE]\n\n");
+        let (cut, done) = (event("a", "null", ""), "data: [DONE]\n\n");
+        assert_eq!(
+            numbered(&stream, false),
+            format!("\u{feff}id: 1\n{cut}: hello\n\nid: 2\n{joined}id: 3\n{last}{done}")
+        );
+        assert_eq!(
+            numbered(&stream, true),
+            format!("\u{feff}id: 1\n{first}: hello\n\nid: 2\n{joined}id: 3\n{last}{done}")
+        );
+        let long = event(&"x".repeat(300 * 1024), "null", "");
+        let found = numbered(&format!("{long}{last}"), true);
+        assert!(found == format!("{long}id: 1\n\nid: 2\n{last}"));
     }
 }

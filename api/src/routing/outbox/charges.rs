@@ -28,7 +28,7 @@ impl ChargeKey {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct QueuedCharge {
     pub(super) charge: Charge,
-    takes_over: bool,
+    takes_over: Option<u32>,
     is_closed: bool,
     turn: Option<SessionTurn>,
 }
@@ -69,9 +69,9 @@ impl Outbox {
         has_room.then_some(carried)
     }
 
-    /// Queues that the carrier takes the stream over.
-    pub fn take_over(&mut self, user: UserKey, carried: CarriedStream) {
-        self.queued_charge(user, Some(carried)).takes_over = true;
+    /// Queues that the carrier takes the stream over in this epoch.
+    pub fn take_over(&mut self, user: UserKey, carried: CarriedStream, epoch: u32) {
+        self.queued_charge(user, Some(carried)).takes_over = Some(epoch);
     }
 
     /// Queues that the unused advance of the stream has become credit.

@@ -62,8 +62,8 @@ pub struct ReferenceModel {
     pub texts: ModelTexts,
     /// Number of priced tokens that each replica charged each user in advance and has not settled.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
-    /// Carriers of resumable streams, and the times of their last charges.
-    pub carriers: BTreeMap<StreamKey, (StreamCarrier, u64)>,
+    /// Carriers of resumable streams, with their epochs and the times of their last charges.
+    pub carriers: BTreeMap<StreamKey, (StreamCarrier, u32, u64)>,
     /// Whether the settings ever allowed advances for other than prompts.
     pub charges_otherwise: bool,
     prices: FairnessSettings,
@@ -107,7 +107,8 @@ impl ReferenceModel {
         }
         self.time.pass(envelope.proposed_at_ms);
         let now_ms = self.time.now_ms;
-        (self.carriers).retain(|_, (_, used_ms)| used_ms.saturating_add(STREAM_IDLE_MS) > now_ms);
+        (self.carriers)
+            .retain(|_, (_, _, used_ms)| used_ms.saturating_add(STREAM_IDLE_MS) > now_ms);
         self.users.stamp_ms = envelope.proposed_at_ms;
         self.sessions.took(&envelope.origin, index);
         CommandEffect::Done(self.run(envelope))
@@ -325,9 +326,15 @@ impl ReferenceModel {
     /// Charges a user for a resumable stream. Of a carrier that has lost the stream, only requests
     /// count that started or ended.
     fn charge_stream(&mut self, replica: ReplicaId, item: &StreamCharge) {
-        let (key, carrier) = (item.key(), item.carried.carrier);
-        let present = self.carriers.get(&key).map(|(carrier, _)| *carrier);
-        let is_void = !item.takes_over && present.is_some_and(|present| present != carrier);
+        let (key, carrier, now_ms) = (item.key(), item.carried.carrier, self.time.now_ms);
+        let present = self.carriers.get(&key).copied();
+        let present = present.unwrap_or((carrier, item.takes_over.unwrap_or(0), now_ms));
+        let is_taken = present.0 != carrier && item.takes_over > Some(present.1);
+        let epoch = match is_taken {
+            true => item.takes_over.unwrap_or(0),
+            false => present.1,
+        };
+        let is_void = present.0 != carrier && !is_taken;
         let charge = match is_void {
             false => item.charge,
             true => Charge {
@@ -338,7 +345,7 @@ impl ReferenceModel {
             },
         };
         if !is_void {
-            self.carriers.insert(key, (carrier, self.time.now_ms));
+            self.carriers.insert(key, (carrier, epoch, now_ms));
         }
         let has_usage = charge
             != Charge {

@@ -333,17 +333,20 @@ mod stream_flags {
     pub(super) const HAS_TURN: u8 = 4;
 }
 
-/// Encodes the charge of a stream: flags, stream and carrier, the charge as an item of its own, and
-/// the turn, if any.
+/// Encodes the charge of a stream: flags, stream and carrier, the epoch of a take-over, the charge as
+/// an item of its own, and the turn, if any.
 fn put_stream_charge<E: Encoder>(encoder: &mut E, item: &StreamCharge) -> Result<(), EncodeError> {
     put_rare(encoder, rare::CHARGE_STREAM)?;
     let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
-    let flags = flag(item.takes_over, stream_flags::TAKES_OVER)
+    let flags = flag(item.takes_over.is_some(), stream_flags::TAKES_OVER)
         | flag(item.is_closed, stream_flags::IS_CLOSED)
         | flag(item.turn.is_some(), stream_flags::HAS_TURN);
     put_byte(encoder, flags)?;
     item.carried.stream.encode(encoder)?;
     item.carried.carrier.encode(encoder)?;
+    if let Some(epoch) = item.takes_over {
+        put(encoder, u64::from(epoch))?;
+    }
     put_charge(encoder, &item.charge)?;
     match &item.turn {
         Some(turn) => put_turn_fields(encoder, turn),
@@ -360,6 +363,10 @@ fn get_stream_charge<D: Decoder>(decoder: &mut D) -> Result<StreamCharge, Decode
         stream: StreamId::decode(decoder)?,
         carrier: StreamCarrier::decode(decoder)?,
     };
+    let takes_over = match flags & stream_flags::TAKES_OVER {
+        0 => None,
+        _ => Some(get_u32(decoder)?),
+    };
     let tag = get_byte(decoder)?;
     let is_charge = tag & (FLAG - 1) == CHARGE || tag == RARE | (rare::CHARGE << KIND_BITS);
     if !is_charge {
@@ -367,7 +374,7 @@ fn get_stream_charge<D: Decoder>(decoder: &mut D) -> Result<StreamCharge, Decode
     }
     Ok(StreamCharge {
         carried,
-        takes_over: flags & stream_flags::TAKES_OVER != 0,
+        takes_over,
         is_closed: flags & stream_flags::IS_CLOSED != 0,
         charge: get_charge(decoder, tag)?,
         turn: match flags & stream_flags::HAS_TURN {

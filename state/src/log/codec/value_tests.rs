@@ -101,7 +101,7 @@ pub(super) fn session_items() -> Vec<Item> {
         }),
         Item::EndSession(SessionRef::Key(AgentSessionKey(9))),
         Item::ChargeStream(Box::new(StreamCharge {
-            takes_over: true,
+            takes_over: Some(300),
             is_closed: true,
             turn: Some(SessionTurn {
                 session: SessionRef::Key(AgentSessionKey(9)),

@@ -11,9 +11,8 @@ use bytes::Bytes;
 use state::ids::StreamId;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::RelayedText;
+use super::{ReceivedAnswer, RelayedText};
 use crate::proxy::response::answer_usage::AnswerDelta;
-use crate::routing::Usage;
 
 /// Maximum length of an id, in bytes.
 const ID_BYTES_MAX: usize = 256;
@@ -30,20 +29,11 @@ pub(in crate::proxy) struct EventId {
     pub(in crate::proxy) text_bytes: u32,
     /// `xxh3_64` of the text.
     pub(in crate::proxy) text_hash: u64,
-    /// Number of output tokens, and of those up to the last that is more than white space.
-    pub(super) tokens: u32,
-    pub(super) kept_tokens: u32,
-    /// Number of prompt tokens; 0 if no engine has reported it.
-    pub(super) prompt_tokens: u32,
-    /// Whether the answer's only choice has ended.
-    pub(super) is_ended: bool,
     /// Whether the event reports the usage of the whole answer.
-    pub(super) is_reported: bool,
+    is_reported: bool,
     /// Whether the engine sets no maximum for a completion without one.
     pub(in crate::proxy) is_endless: bool,
-    /// The members `id` and `created` of the events, as JSON.
-    pub(super) id: Box<[u8]>,
-    pub(super) created: Box<[u8]>,
+    pub(in crate::proxy) answer: ReceivedAnswer,
 }
 
 /// Flags of an id.
@@ -57,21 +47,22 @@ impl EventId {
     /// Returns the id as text; `None` if it would be too long.
     fn write(&self) -> Option<String> {
         let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
+        let answer = &self.answer;
         let mut bytes = vec![
             VERSION,
-            flag(self.is_ended, flags::IS_ENDED)
+            flag(answer.is_ended, flags::IS_ENDED)
                 | flag(self.is_reported, flags::IS_REPORTED)
                 | flag(self.is_endless, flags::IS_ENDLESS),
-            u8::try_from(self.created.len()).ok()?,
+            u8::try_from(answer.created.len()).ok()?,
         ];
         bytes.extend(self.stream.0.to_le_bytes());
         bytes.extend(self.text_hash.to_le_bytes());
-        let counts = [self.text_bytes, self.tokens, self.kept_tokens];
-        for count in counts.into_iter().chain([self.prompt_tokens]) {
+        let counts = [self.text_bytes, answer.tokens, answer.kept_tokens];
+        for count in counts.into_iter().chain([answer.prompt_tokens]) {
             bytes.extend(count.to_le_bytes());
         }
-        bytes.extend_from_slice(&self.created);
-        bytes.extend_from_slice(&self.id);
+        bytes.extend_from_slice(&answer.created);
+        bytes.extend_from_slice(&answer.id);
         let text = URL_SAFE_NO_PAD.encode(bytes);
         (text.len() <= ID_BYTES_MAX).then_some(text)
     }
@@ -103,14 +94,16 @@ impl EventId {
             stream: StreamId(u64::from_le_bytes(*stream)),
             text_bytes,
             text_hash: u64::from_le_bytes(*text_hash),
-            tokens,
-            kept_tokens,
-            prompt_tokens,
-            is_ended: flags & flags::IS_ENDED != 0,
             is_reported: flags & flags::IS_REPORTED != 0,
             is_endless: flags & flags::IS_ENDLESS != 0,
-            id: id.into(),
-            created: created.into(),
+            answer: ReceivedAnswer {
+                tokens,
+                kept_tokens,
+                prompt_tokens,
+                is_ended: flags & flags::IS_ENDED != 0,
+                id: id.into(),
+                created: created.into(),
+            },
         })
     }
 
@@ -119,32 +112,19 @@ impl EventId {
         text.len() == self.text_bytes as usize && xxh3_64(text.as_bytes()) == self.text_hash
     }
 
-    /// Whether nothing but the end of the stream is missing.
-    pub(in crate::proxy) fn is_ended(&self) -> bool {
-        self.is_ended
-    }
-
-    /// Returns the usage of the answer so far.
-    pub(in crate::proxy) fn usage(&self) -> Usage {
-        Usage {
-            prompt_tokens: self.prompt_tokens.into(),
-            cached_tokens: None,
-            completion_tokens: self.tokens.into(),
-        }
-    }
-
     /// Returns the end of a stream whose choice has ended: the usage of the answer to `path` from
     /// `model` if it `wants_usage` and has not got it, and the last event.
     pub(in crate::proxy) fn end(&self, is_chat: bool, model: &str, wants_usage: bool) -> Bytes {
         let mut last = String::new();
         if wants_usage && !self.is_reported {
             let text = |json: &[u8]| String::from_utf8_lossy(json).into_owned();
-            let (id, created) = (text(&self.id), text(&self.created));
+            let (id, created) = (text(&self.answer.id), text(&self.answer.created));
             let object = match is_chat {
                 true => "chat.completion.chunk",
                 false => "text_completion",
             };
-            let (prompt, tokens) = (u64::from(self.prompt_tokens), u64::from(self.tokens));
+            let usage = self.answer.usage();
+            let (prompt, tokens) = (usage.prompt_tokens, usage.completion_tokens);
             let usage = serde_json::json!({
                 "prompt_tokens": prompt,
                 "completion_tokens": tokens,
@@ -228,25 +208,13 @@ impl EventIds {
     /// Returns the id of the last event that was relayed; `None` if the answer cannot be continued
     /// behind it.
     fn id(&self, relayed: &RelayedText) -> Option<EventId> {
-        let text = relayed.text().ok()?;
-        let prompt_tokens = relayed.prompt_tokens();
-        if self.is_chat && prompt_tokens.is_none() && !text.is_empty() {
-            // Nothing would show whether the next engine goes on.
-            return None;
-        }
-        let count = |count: u64| u32::try_from(count).ok();
         Some(EventId {
             stream: self.stream,
             text_bytes: self.text_bytes,
             text_hash: self.hash.digest(),
-            tokens: count(relayed.tokens())?,
-            kept_tokens: count(relayed.kept_tokens())?,
-            prompt_tokens: count(prompt_tokens.unwrap_or(0))?,
-            is_ended: relayed.is_complete(),
             is_reported: self.is_reported,
             is_endless: self.is_endless,
-            id: relayed.id.clone(),
-            created: relayed.created.clone(),
+            answer: relayed.properties(self.is_chat)?,
         })
     }
 }
@@ -285,10 +253,14 @@ mod tests {
             panic!("{found:?}");
         };
         assert!(first.is_of("é ") && !first.is_of("é") && last.is_of("é b"));
-        assert_eq!((first.tokens, last.tokens, last.prompt_tokens), (2, 3, 10));
-        assert!(!first.is_ended && last.is_ended);
+        let (before, after) = (&first.answer, &last.answer);
         assert_eq!(
-            (&*last.id, &*last.created),
+            (before.tokens, after.tokens, after.prompt_tokens),
+            (2, 3, 10)
+        );
+        assert!(!before.is_ended && after.is_ended);
+        assert_eq!(
+            (&*after.id, &*after.created),
             (&b"\"chatcmpl-1\""[..], &b"7"[..])
         );
         assert_eq!(last.stream, StreamId(7));
@@ -344,14 +316,16 @@ mod tests {
                 stream: StreamId(stream),
                 text_bytes: text.len() as u32,
                 text_hash: xxh3_64(text.as_bytes()),
-                tokens: u32::from(counts[0]) + u32::from(counts[1]),
-                kept_tokens: counts[1].into(),
-                prompt_tokens: counts[2].into(),
-                is_ended: flags[0],
                 is_reported: flags[1],
                 is_endless: flags[2],
-                id: b"\"cmpl-0123456789abcdef0123456789abcdef\"".as_slice().into(),
-                created: created.to_string().into_bytes().into(),
+                answer: ReceivedAnswer {
+                    tokens: u32::from(counts[0]) + u32::from(counts[1]),
+                    kept_tokens: counts[1].into(),
+                    prompt_tokens: counts[2].into(),
+                    is_ended: flags[0],
+                    id: b"\"cmpl-0123456789abcdef0123456789abcdef\"".as_slice().into(),
+                    created: created.to_string().into_bytes().into(),
+                },
             };
             let written = id.write().unwrap();
             prop_assert_eq!(EventId::read(written.as_bytes()), Some(id.clone()));

@@ -10,6 +10,7 @@
 //! token ids.
 
 mod body;
+mod claim;
 mod event_id;
 mod relayed;
 mod seam;
@@ -23,8 +24,9 @@ use state::ids::Slot;
 pub(in crate::proxy) use self::body::{
     COMPLETION_TOKENS, ContinuedBody, continued_body, may_continue,
 };
+pub(in crate::proxy) use self::claim::{ResumeClaim, is_resumable, take_claim};
 pub(in crate::proxy) use self::event_id::{EventId, EventIds};
-pub(in crate::proxy) use self::relayed::RelayedText;
+pub(in crate::proxy) use self::relayed::{ReceivedAnswer, RelayedText};
 pub(in crate::proxy) use self::seam::Seam;
 use crate::engines::backends::pool::EngineBody;
 use crate::proxy::limits::poison_requests::WatchedRequest;

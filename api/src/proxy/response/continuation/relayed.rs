@@ -1,6 +1,6 @@
 //! What a client has received of a streamed answer, as far as another engine needs it to go on.
 
-use super::{ContinueRejection, EventId};
+use super::ContinueRejection;
 use crate::proxy::response::answer_usage::AnswerDelta;
 use crate::routing::Usage;
 
@@ -31,6 +31,32 @@ pub(in crate::proxy) struct RelayedText {
     has_begun: bool,
 }
 
+/// Properties of an answer besides its text, as far as another replica needs them to go on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::proxy) struct ReceivedAnswer {
+    /// Number of output tokens, and of those up to the last that is more than white space.
+    pub(super) tokens: u32,
+    pub(super) kept_tokens: u32,
+    /// Number of prompt tokens; 0 if no engine has reported it.
+    pub(super) prompt_tokens: u32,
+    /// Whether the answer's only choice has ended.
+    pub(in crate::proxy) is_ended: bool,
+    /// The members `id` and `created` of the events, as JSON.
+    pub(super) id: Box<[u8]>,
+    pub(super) created: Box<[u8]>,
+}
+
+impl ReceivedAnswer {
+    /// Returns the usage of the answer so far.
+    pub(in crate::proxy) fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.prompt_tokens.into(),
+            cached_tokens: None,
+            completion_tokens: self.tokens.into(),
+        }
+    }
+}
+
 impl RelayedText {
     /// Creates an answer without output, of which at most `tokens_max` tokens are kept.
     pub(in crate::proxy) fn new(tokens_max: u32) -> Self {
@@ -48,17 +74,17 @@ impl RelayedText {
         }
     }
 
-    /// Creates an answer of which the client claims to have received `text` with this `id`.
-    pub(in crate::proxy) fn received(tokens_max: u32, id: &EventId, text: &str) -> Self {
-        let usage = id.usage();
+    /// Creates an answer of which a client has received `text`, with these properties.
+    pub(in crate::proxy) fn received(tokens_max: u32, answer: &ReceivedAnswer, text: &str) -> Self {
+        let usage = answer.usage();
         let mut relayed = Self {
             text: text.to_owned(),
-            texts: id.tokens.into(),
-            kept_tokens: id.kept_tokens.into(),
+            texts: answer.tokens.into(),
+            kept_tokens: answer.kept_tokens.into(),
             usage: (usage.prompt_tokens > 0).then_some(usage),
-            id: id.id.clone(),
-            created: id.created.clone(),
-            is_complete: id.is_ended,
+            id: answer.id.clone(),
+            created: answer.created.clone(),
+            is_complete: answer.is_ended,
             has_begun: true,
             ..Self::new(tokens_max)
         };
@@ -118,6 +144,25 @@ impl RelayedText {
             Some(obstacle) => Err(obstacle.clone()),
             None => Ok(&self.text),
         }
+    }
+
+    /// Returns what another replica needs to go on; `None` if the answer cannot be continued. Without
+    /// a count of the prompt, nothing would show whether the next engine goes on with a chat.
+    pub(super) fn properties(&self, is_chat: bool) -> Option<ReceivedAnswer> {
+        let text = self.text().ok()?;
+        let prompt_tokens = self.prompt_tokens();
+        if is_chat && prompt_tokens.is_none() && !text.is_empty() {
+            return None;
+        }
+        let count = |count: u64| u32::try_from(count).ok();
+        Some(ReceivedAnswer {
+            tokens: count(self.tokens())?,
+            kept_tokens: count(self.kept_tokens)?,
+            prompt_tokens: count(prompt_tokens.unwrap_or(0))?,
+            is_ended: self.is_complete,
+            id: self.id.clone(),
+            created: self.created.clone(),
+        })
     }
 
     /// Returns the part of `text` that the next engine is sent. Some chat templates remove white

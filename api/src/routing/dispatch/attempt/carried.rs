@@ -9,7 +9,7 @@ use std::time::Duration;
 use state::admission::Advance;
 use state::command::Charge;
 use state::ids::{LogIndex, StreamCarrier, StreamId, UserKey};
-use state::streams::{CarriedStream, StreamKey};
+use state::streams::{CarriedStream, StreamKey, StreamRecord};
 use tokio::time::timeout;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -17,7 +17,6 @@ use super::handover::Debt;
 use super::{Attempt, EarlierAttempt, EarlierCharge, OpenAttempt, nothing, pricing_of};
 use crate::routing::Usage;
 use crate::routing::dispatch::Dispatcher;
-use crate::routing::outbox::Outbox;
 use crate::sessions::NamedSession;
 use crate::users::user_name::UserName;
 
@@ -25,15 +24,6 @@ use crate::users::user_name::UserName;
 const TAKE_OVER_MAX: Duration = Duration::from_secs(5);
 /// Time between two looks at the applied index.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-
-/// Why a stream was not taken over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TakeOverError {
-    /// The log did not confirm it in time.
-    Unconfirmed,
-    /// Yet another request has taken it over since.
-    TakenOver,
-}
 
 impl Dispatcher {
     /// Returns the name of a request that carries a stream, or of a stream: a hash of this replica's
@@ -61,38 +51,26 @@ impl Dispatcher {
     }
 
     /// Takes a user's stream over, and returns what was charged for it once the log and this replica
-    /// know it. The client claims to have received an answer with this `usage` so far.
+    /// know it; `None` if they do not in time. The client claims to have received an answer with this
+    /// `usage` so far.
     pub(crate) async fn take_over(
         self: &Arc<Self>,
         user: &UserName,
         carried: CarriedStream,
         session: Option<NamedSession>,
         usage: Usage,
-    ) -> Result<EarlierAttempt, TakeOverError> {
-        let registry = self.view.registry();
-        let (user, commit) = self.outbox.with(|outbox| {
-            outbox.follow_names(registry.names_since);
-            let user = outbox.payer(registry.hash_seed, user.as_str());
-            outbox.take_over(user, carried);
-            (user, outbox.commit_of(user))
-        });
-        self.outbox.flush_soon();
-        let applied = async {
-            let index: LogIndex = commit?.await.ok()?;
-            while self.view.applied() < index {
-                tokio::time::sleep(LOOK_EVERY).await;
+    ) -> Option<EarlierAttempt> {
+        let taken = timeout(TAKE_OVER_MAX, async {
+            loop {
+                match self.try_take_over(user, carried).await {
+                    // Another take-over came first. Whoever proposed it may have left.
+                    Some((_, record)) if record.carrier != carried.carrier => {}
+                    taken => return taken,
+                }
             }
-            Some(())
-        };
-        let applied = timeout(TAKE_OVER_MAX, applied).await.ok().flatten();
-        applied.ok_or(TakeOverError::Unconfirmed)?;
-        let key = StreamKey {
-            stream: carried.stream,
-            user,
-        };
-        let record = self.view.streams().record(key).copied();
-        let record = record.filter(|it| it.carrier == carried.carrier);
-        let record = record.ok_or(TakeOverError::TakenOver)?;
+        });
+        let (user, record) = taken.await.ok().flatten()?;
+        let registry = self.view.registry();
         let charged = Charge {
             input_uncached: record.charged.input_uncached,
             input_cached: record.charged.input_cached,
@@ -105,7 +83,7 @@ impl Dispatcher {
             output: usage.completion_tokens.saturating_sub(charged.output),
             ..nothing(user)
         };
-        Ok(EarlierAttempt {
+        Some(EarlierAttempt {
             dispatcher: Arc::clone(self),
             session,
             charge: EarlierCharge {
@@ -121,6 +99,34 @@ impl Dispatcher {
                 pricing: pricing_of(&registry),
             }),
         })
+    }
+}
+
+impl Dispatcher {
+    /// Proposes once to take a user's stream over. Returns the record that this replica then knows;
+    /// `None` if the proposal or the record is lost.
+    async fn try_take_over(
+        &self,
+        user: &UserName,
+        carried: CarriedStream,
+    ) -> Option<(UserKey, StreamRecord)> {
+        let registry = self.view.registry();
+        let (key, commit) = self.outbox.with(|outbox| {
+            outbox.follow_names(registry.names_since);
+            let key = StreamKey {
+                stream: carried.stream,
+                user: outbox.payer(registry.hash_seed, user.as_str()),
+            };
+            let known = self.view.streams().record(key).map_or(0, |it| it.epoch);
+            outbox.take_over(key.user, carried, known.saturating_add(1));
+            (key, outbox.commit_of(key.user))
+        });
+        self.outbox.flush_soon();
+        let index: LogIndex = commit?.await.ok()?;
+        while self.view.applied() < index {
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        Some((key.user, *self.view.streams().record(key)?))
     }
 }
 
@@ -145,23 +151,5 @@ impl OpenAttempt {
         self.owes = true;
         self.session = None;
         self.advance = Advance::default();
-    }
-
-    /// Turns the unused advance into credit.
-    pub(super) fn close_advance(&self, outbox: &mut Outbox) {
-        close_advance(outbox, (self.charged.user, self.carried), self.advance);
-    }
-}
-
-/// Turns the unused `advance` of a request into credit of its user. A stream's next carrier does not
-/// get it then.
-pub(super) fn close_advance(
-    outbox: &mut Outbox,
-    (user, carried): (UserKey, Option<CarriedStream>),
-    advance: Advance,
-) {
-    outbox.ledger.close(user, advance);
-    if let Some(carried) = carried.filter(|_| advance.left() > 0) {
-        outbox.close_stream(user, carried);
     }
 }

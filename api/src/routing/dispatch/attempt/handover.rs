@@ -8,14 +8,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use state::admission::{Advance, Pricing, TokenDelta};
 use state::command::Charge;
+use state::ids::UserKey;
 use state::streams::CarriedStream;
 use state::trees::TurnUsage;
 use tokio::time::Instant;
 
-use super::carried::close_advance;
 use super::{Attempt, OpenAttempt, nothing};
 use crate::planted::{self, Bug};
 use crate::routing::dispatch::Dispatcher;
+use crate::routing::outbox::Outbox;
 use crate::routing::{AttemptEnd, Usage};
 use crate::sessions::NamedSession;
 
@@ -262,6 +263,11 @@ impl Attempt {
 }
 
 impl OpenAttempt {
+    /// Turns the unused advance into credit.
+    pub(super) fn close_advance(&self, outbox: &mut Outbox) {
+        close_advance(outbox, (self.charged.user, self.carried), self.advance);
+    }
+
     /// Returns the tokens that this attempt charged, without those of earlier ones: uncached and
     /// cached input, and output.
     pub(super) fn own_charge(&self) -> [u64; 3] {
@@ -269,5 +275,18 @@ impl OpenAttempt {
         let charged = &self.charged;
         let charged = [charged.input_uncached, charged.input_cached, charged.output];
         std::array::from_fn(|at| charged[at].saturating_sub(earlier[at]))
+    }
+}
+
+/// Turns the unused `advance` of a request into credit of its user. A stream's next carrier does not
+/// get it then.
+fn close_advance(
+    outbox: &mut Outbox,
+    (user, carried): (UserKey, Option<CarriedStream>),
+    advance: Advance,
+) {
+    outbox.ledger.close(user, advance);
+    if let Some(carried) = carried.filter(|_| advance.left() > 0) {
+        outbox.close_stream(user, carried);
     }
 }

@@ -28,7 +28,6 @@ use state::prefix::model_key;
 use state::streams::CarriedStream;
 use tokio::time::Instant;
 
-pub(crate) use self::carried::TakeOverError;
 pub(crate) use self::handover::EarlierAttempt;
 pub use self::handover::{EarlierAttempts, EarlierCharge};
 use self::progress::ResponseProgress;

@@ -77,7 +77,7 @@ fn charges_of_streams_leave_by_name_and_are_confirmed_with_the_last() {
             };
             outbox.charge_for(Some(carried), charge);
         }
-        outbox.take_over(ada, carried);
+        outbox.take_over(ada, carried, 1);
     }
     assert_eq!(outbox.unapplied(ada).output, 2 * streams + 1);
     let mut commit = outbox.commit_of(ada).expect("all are queued");

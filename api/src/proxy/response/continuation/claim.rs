@@ -4,10 +4,10 @@
 use bytes::Bytes;
 use http::{HeaderMap, request};
 
-use super::headers::{LAST_EVENT_ID, RESUMABLE};
+use super::{EventId, may_continue};
 use crate::error::ProxyError;
 use crate::prompt::ParsedBody;
-use crate::proxy::response::continuation::{EventId, may_continue};
+use crate::proxy::request::headers::{LAST_EVENT_ID, RESUMABLE};
 use crate::proxy::response::json_scan::{string, value_of};
 use crate::proxy::settings::reserved_fields::without_field;
 use crate::proxy::settings::{StreamResume, StreamSettings};
