@@ -184,7 +184,7 @@ impl StreamClients {
             // How much of a prompt was cached depends on the engine, and a request that is sent
             // again starts again.
             let least = tokens(expected);
-            let most = std::array::from_fn(|at| least[at] + tokens(&extra)[at]);
+            let most: [u64; 2] = std::array::from_fn(|at| least[at] + tokens(&extra)[at]);
             let is_equal = (0..2).all(|at| (least[at]..=most[at]).contains(&tokens(&found)[at]))
                 && found.requests >= expected.requests;
             (!is_equal).then(|| format!("{user}: {found:?}, not {expected:?}"))

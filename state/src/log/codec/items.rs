@@ -191,7 +191,7 @@ impl<C> Decode<C> for Item {
                     name: String::decode(decoder)?,
                 })
             }
-            CHARGE => get_charge(decoder, tag).map(Self::Charge),
+            CHARGE => get_charge(decoder, u64::from(tag >> KIND_BITS)).map(Self::Charge),
             OBSERVE_ENGINE if tag == OBSERVE_ENGINE => {
                 let backend = get_backend(decoder)?;
                 Ok(Self::ObserveEngine {
@@ -232,7 +232,7 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             model: get_model(decoder)?,
             tokens: Decode::decode(decoder)?,
         }),
-        rare::CHARGE => get_charge(decoder, tag).map(Item::Charge),
+        rare::CHARGE => get_long_charge(decoder).map(Item::Charge),
         rare::TEXT => Ok(Item::ObserveText(TextSample {
             model: get_model(decoder)?,
             bytes: get(decoder)?,
@@ -333,8 +333,8 @@ mod stream_flags {
     pub(super) const HAS_TURN: u8 = 4;
 }
 
-/// Encodes the charge of a stream: flags, stream and carrier, the epoch of a take-over, the charge as
-/// an item of its own, and the turn, if any.
+/// Encodes the charge of a stream: flags, stream and carrier, the epoch of a take-over, the set of
+/// counts, the charge, and the turn, if any.
 fn put_stream_charge<E: Encoder>(encoder: &mut E, item: &StreamCharge) -> Result<(), EncodeError> {
     put_rare(encoder, rare::CHARGE_STREAM)?;
     let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
@@ -347,7 +347,8 @@ fn put_stream_charge<E: Encoder>(encoder: &mut E, item: &StreamCharge) -> Result
     if let Some(epoch) = item.takes_over {
         put(encoder, u64::from(epoch))?;
     }
-    put_charge(encoder, &item.charge)?;
+    put(encoder, u64::from(present_counts(&item.charge)))?;
+    put_counts(encoder, &item.charge)?;
     match &item.turn {
         Some(turn) => put_turn_fields(encoder, turn),
         None => Ok(()),
@@ -367,16 +368,12 @@ fn get_stream_charge<D: Decoder>(decoder: &mut D) -> Result<StreamCharge, Decode
         0 => None,
         _ => Some(get_u32(decoder)?),
     };
-    let tag = get_byte(decoder)?;
-    let is_charge = tag & (FLAG - 1) == CHARGE || tag == RARE | (rare::CHARGE << KIND_BITS);
-    if !is_charge {
-        return Err(no_item(tag));
-    }
+    let present = get(decoder)?;
     Ok(StreamCharge {
         carried,
         takes_over,
         is_closed: flags & stream_flags::IS_CLOSED != 0,
-        charge: get_charge(decoder, tag)?,
+        charge: get_charge(decoder, present)?,
         turn: match flags & stream_flags::HAS_TURN {
             0 => None,
             _ => Some(get_turn(decoder)?),
@@ -425,23 +422,7 @@ const COUNTS_SHORT: usize = 5;
 /// Encodes a charge. If a count beyond the first five is not 0, the charge becomes a rare item: a
 /// bit set of the counts that are not 0 as an integer, the user, then these counts.
 fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
-    let counts = [
-        charge.input_uncached,
-        charge.input_cached,
-        charge.output,
-        u64::from(charge.started),
-        u64::from(charge.ended),
-        u64::from(charge.queued),
-        u64::from(charge.dequeued),
-        charge.advance,
-        charge.settled,
-    ];
-    let present = counts
-        .iter()
-        .enumerate()
-        .fold(0_u16, |bits, (place, count)| {
-            bits | (u16::from(*count != 0) << place)
-        });
+    let present = present_counts(charge);
     match u8::try_from(present)
         .ok()
         .filter(|it| it >> COUNTS_SHORT == 0)
@@ -452,23 +433,53 @@ fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), Encode
             put(encoder, u64::from(present))?;
         }
     }
-    charge.user.0.to_le_bytes().encode(encoder)?;
-    for count in counts.into_iter().filter(|count| *count != 0) {
-        put(encoder, count)?;
-    }
-    Ok(())
+    put_counts(encoder, charge)
 }
 
-/// Decodes a charge behind its tag, which has the counts or says that they follow.
-fn get_charge<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Charge, DecodeError> {
-    let mut present = u64::from(tag >> KIND_BITS);
-    if tag & (FLAG - 1) == RARE {
-        present = get(decoder)?;
-        if present >> COUNTS_SHORT == 0 || present >> 9 != 0 {
-            return Err(DecodeError::OtherString(format!(
-                "no charge has the counts {present:#b}"
-            )));
-        }
+fn counts(charge: &Charge) -> [u64; 9] {
+    [
+        charge.input_uncached,
+        charge.input_cached,
+        charge.output,
+        u64::from(charge.started),
+        u64::from(charge.ended),
+        u64::from(charge.queued),
+        u64::from(charge.dequeued),
+        charge.advance,
+        charge.settled,
+    ]
+}
+
+/// Returns the set of the counts that are not 0, as bits.
+fn present_counts(charge: &Charge) -> u16 {
+    let counts = counts(charge).into_iter().enumerate();
+    counts.fold(0, |bits, (place, count)| {
+        bits | (u16::from(count != 0) << place)
+    })
+}
+
+/// Encodes the user of a charge, then the counts that are not 0.
+fn put_counts<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
+    charge.user.0.to_le_bytes().encode(encoder)?;
+    let mut counts = counts(charge).into_iter().filter(|count| *count != 0);
+    counts.try_for_each(|count| put(encoder, count))
+}
+
+fn no_charge(present: u64) -> DecodeError {
+    DecodeError::OtherString(format!("no charge has the counts {present:#b}"))
+}
+
+fn get_long_charge<D: Decoder>(decoder: &mut D) -> Result<Charge, DecodeError> {
+    match get(decoder)? {
+        present if present >> COUNTS_SHORT == 0 => Err(no_charge(present)),
+        present => get_charge(decoder, present),
+    }
+}
+
+/// Decodes a charge with these counts.
+fn get_charge<D: Decoder>(decoder: &mut D, present: u64) -> Result<Charge, DecodeError> {
+    if present >> 9 != 0 {
+        return Err(no_charge(present));
     }
     let user = get_user(decoder)?;
     let mut counts = [0_u64; 9];

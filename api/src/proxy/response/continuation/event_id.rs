@@ -314,7 +314,7 @@ mod tests {
         ) {
             let id = EventId {
                 stream: StreamId(stream),
-                text_bytes: text.len() as u32,
+                text_bytes: u32::try_from(text.len()).unwrap(),
                 text_hash: xxh3_64(text.as_bytes()),
                 is_reported: flags[1],
                 is_endless: flags[2],
