@@ -71,7 +71,6 @@ pub use decide::request_stages::RequestStages;
 pub use decide::routing_table::PolicySource;
 pub use decide::select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use dispatch::Dispatcher;
-pub(crate) use dispatch::attempt::EarlierAttempt;
 pub(crate) use dispatch::attempt::pricing_of;
 pub use dispatch::attempt::{Attempt, DispatchTerms, EarlierAttempts, EarlierCharge};
 pub use dispatch::hidden_output::HiddenOutput;

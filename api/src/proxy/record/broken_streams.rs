@@ -34,8 +34,8 @@ impl StreamBreak {
         for cause in Self::ALL {
             let results = match cause {
                 Self::Broke | Self::Error => BreakResult::ALL,
-                // Such a stream may stay where it is.
-                Self::Stalled | Self::Moved => &[BreakResult::CONTINUED],
+                // Such a stream may stay where it is, or its client has asked to resume it.
+                Self::Stalled | Self::Moved | Self::Router => &[BreakResult::CONTINUED],
             };
             for result in results.iter().copied() {
                 drop(counted.get_or_create(&BreakLabels { cause, result }));
