@@ -442,22 +442,26 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::RefusedCredentials => (502, "server_error", "backend_refuses_credentials"),
         ProxyError::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
-    let should_retry = match failure {
-        ProxyError::EngineBroke
-        | ProxyError::EngineBrokeOff { .. }
-        | ProxyError::EngineTimeout
-        | ProxyError::NotResumable { .. }
-        | ProxyError::TakenOver
-        | ProxyError::BreaksBackends => Some(false),
-        _ => None,
-    };
     ErrorResponse {
         status: StatusCode::from_u16(status).expect("the codes above are valid"),
         type_,
         code,
         retry_after_s: retry_after_s(failure),
-        should_retry,
+        should_retry: is_final(failure).then_some(false),
     }
+}
+
+/// Whether the same request cannot succeed, or would be charged again.
+fn is_final(failure: &ProxyError) -> bool {
+    matches!(
+        failure,
+        ProxyError::EngineBroke
+            | ProxyError::EngineBrokeOff { .. }
+            | ProxyError::EngineTimeout
+            | ProxyError::NotResumable { .. }
+            | ProxyError::TakenOver
+            | ProxyError::BreaksBackends
+    )
 }
 
 /// Returns the seconds after which a retry makes sense; `None` if never or at once.

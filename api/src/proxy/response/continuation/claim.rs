@@ -1,6 +1,8 @@
 //! What a client sends to go on with its stream at this replica: the id of the last event, and the text
 //! up to it.
 
+use std::borrow::Cow;
+
 use bytes::Bytes;
 use http::{HeaderMap, request};
 
@@ -61,7 +63,7 @@ pub(in crate::proxy) fn take_claim(
     let id = EventId::read(id.as_bytes());
     let id =
         id.ok_or_else(|| refused("last-event-id: is not an id of this router".into(), None))?;
-    let text = string(received).map(|text| text.into_owned());
+    let text = string(received).map(Cow::into_owned);
     let text = text.ok_or_else(|| refused(format!("{RECEIVED}: must be text"), Some(RECEIVED)))?;
     if !id.is_of(&text) {
         let (bytes, expected, hash) = (text.len(), id.text_bytes, id.text_hash);

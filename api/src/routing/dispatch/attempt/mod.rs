@@ -169,11 +169,9 @@ impl Dispatcher {
         terms: DispatchTerms,
         now: Instant,
     ) -> Attempt {
-        let id = self.next_attempt();
+        let (id, registry) = (self.next_attempt(), self.view.registry());
         let (backend, identity) = (decision.backend, ask.identity);
-        let registry = self.view.registry();
-        let hash_seed = registry.hash_seed;
-        let pricing = pricing_of(&registry);
+        let (hash_seed, pricing) = (registry.hash_seed, pricing_of(&registry));
         let model = model_key(hash_seed, ask.model);
         let Stages {
             prompt,
