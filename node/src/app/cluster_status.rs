@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_leads_without_a_quorum() {
+    fn a_leader_without_a_quorum_is_not_shown_as_one() {
         let with = |has_quorum| {
             let status = raft::Status {
                 id: 1,

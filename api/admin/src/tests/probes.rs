@@ -71,7 +71,7 @@ async fn a_silent_member_is_a_warning_with_what_another_failure_means() {
 }
 
 #[tokio::test]
-async fn a_replica_outside_a_cluster_says_that_it_answers_every_request_with_503() {
+async fn a_replica_outside_a_cluster_says_what_requests_get() {
     let bench = Bench::new();
     let unfounded = RouterState::new();
     let readiness = ReadinessCheck {
