@@ -212,7 +212,7 @@ async fn a_stream_whose_choice_has_ended_gets_only_its_end() {
     drop(client);
     let answer = scene.ask(1, resumes("u", &id, "ab")).await;
     let usage =
-        r#""choices":[],"usage":{"completion_tokens":2,"prompt_tokens":7,"total_tokens":9}"#;
+        r#""choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}"#;
     assert!(
         answer.body.starts_with("data: {\"id\":\"c\""),
         "{}",

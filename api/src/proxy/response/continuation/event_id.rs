@@ -274,7 +274,7 @@ mod tests {
         let end = |at: usize, wants| found[at].as_ref().unwrap().end(true, "m", wants);
         let expected = "data: {\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\
              \"created\":7,\"model\":\"m\",\"choices\":[],\"usage\":\
-             {\"completion_tokens\":2,\"prompt_tokens\":10,\"total_tokens\":12}}\n\n\
+             {\"prompt_tokens\":10,\"completion_tokens\":2,\"total_tokens\":12}}\n\n\
              data: [DONE]\n\n";
         assert_eq!(end(1, true), expected);
         assert_eq!(end(1, false), "data: [DONE]\n\n");
