@@ -4,6 +4,7 @@ use state::ids::{AgentSessionKey, BackendRef};
 use state::trees::{AgentSession, SessionTree};
 
 use super::*;
+use crate::routing::EarlierAttempts;
 use crate::sessions::NamedSession;
 
 const ROOT: NamedSession = NamedSession {
@@ -199,4 +200,41 @@ fn an_answer_without_any_report_is_charged_once() {
     assert_eq!(bench.charged(), [u64::from(identity.tokens), 0, 0]);
     assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(1));
     bench.assert_quiet();
+}
+
+#[test]
+fn an_attempt_after_one_that_has_not_run_pays_for_itself() {
+    for reports in [false, true] {
+        let bench = Bench::new(2);
+        let identity = bench.identify("What is next?");
+        let request = RoutingRequest {
+            session: Some(ROOT),
+            ..ask(&identity, &[])
+        };
+        let decision = bench.decide_on(&request).unwrap();
+        let mut first = bench.dispatch(&decision, &request);
+        if reports {
+            // Then it has run, whatever it says.
+            first.usage(usage(100, Some(40), 0), Instant::now());
+        }
+        let earlier = EarlierAttempts::default();
+        earlier.hand_over(first, AttemptEnd::NotRun, Instant::now());
+        assert_eq!(earlier.charge().is_some(), reports);
+        let terms = DispatchTerms {
+            earlier: earlier.charge(),
+            ..DispatchTerms::default()
+        };
+        let dispatcher = bench.router.dispatcher();
+        let second = dispatcher.dispatch(&decision, &request, terms, Instant::now());
+        second.end(AttemptEnd::Failed, Instant::now());
+        drop(earlier);
+        bench.flush();
+        let expected = match reports {
+            true => [60, 40, 0],
+            false => [u64::from(identity.tokens), 0, 0],
+        };
+        assert_eq!(bench.charged(), expected);
+        assert_eq!(bench.session(ROOT).map(|it| it.turns), Some(1));
+        bench.assert_quiet();
+    }
 }

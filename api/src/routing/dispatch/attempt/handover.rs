@@ -51,15 +51,18 @@ impl EarlierCharge {
 pub struct EarlierAttempts(Mutex<Option<EarlierAttempt>>);
 
 impl EarlierAttempts {
-    /// Ends an attempt whose backend failed although it may have generated output. What it charged
-    /// counts for the attempt that goes on.
+    /// Ends an attempt whose backend failed. If it may have run the request, what it charged counts for
+    /// the attempt that goes on.
     pub fn hand_over(&self, attempt: Attempt, end: AttemptEnd, now: Instant) {
         let next = attempt.hand_over(end, now);
+        // The attempt after one that has not run begins the answer itself.
+        let Some(next) = next.filter(|next| next.charge.has_run) else {
+            return;
+        };
         let mut earlier = self.lock();
-        match (&mut *earlier, next) {
-            (Some(earlier), Some(next)) => earlier.join(next),
-            (None, next) => *earlier = next,
-            (Some(_), None) => {}
+        match &mut *earlier {
+            Some(earlier) => earlier.join(next),
+            none => *none = Some(next),
         }
     }
 
@@ -202,8 +205,13 @@ impl Attempt {
             pricing: open.pricing,
         });
         open.owes |= owes;
+<<<<<<< HEAD
         let carried = open.carried;
         let charge = self.close(end, now)?;
+=======
+        let mut charge = self.close(end, now)?;
+        charge.has_run |= charge.usage.is_some();
+>>>>>>> 15e6d02d (routing: let the attempt after one that has not run pay for itself)
         Some(EarlierAttempt {
             dispatcher,
             session,
