@@ -205,13 +205,9 @@ impl Attempt {
             pricing: open.pricing,
         });
         open.owes |= owes;
-<<<<<<< HEAD
         let carried = open.carried;
-        let charge = self.close(end, now)?;
-=======
         let mut charge = self.close(end, now)?;
         charge.has_run |= charge.usage.is_some();
->>>>>>> 15e6d02d (routing: let the attempt after one that has not run pay for itself)
         Some(EarlierAttempt {
             dispatcher,
             session,
