@@ -282,6 +282,7 @@ impl BrokenAnswer<'_> {
         let left = self.output - self.made;
         let until = match next {
             NextEvent::Finish => self.output,
+            NextEvent::Fail if rng.below(4) == 0 => self.made,
             NextEvent::Fail => self.made + rng.below(left + 1),
             // Another engine goes on behind some output only.
             NextEvent::Pause | NextEvent::Move => self.made + rng.below(left + 1).max(1).min(left),
@@ -344,7 +345,8 @@ impl BrokenAnswer<'_> {
         let input = u64::from(request.identity.tokens);
         // What is not continued is settled now.
         drop(request);
-        let has_run = has_run || is_open;
+        // An engine that reports usage has run the request, whatever it says at its end.
+        let has_run = has_run || is_open || reported.is_some();
         let reported = reported.filter(|_| reports == UsageReports::Running);
         let used = reported.map(|usage| {
             let cached = usage.cached_tokens.unwrap_or(0);
