@@ -1,3 +1,5 @@
+//! Charges of resumable streams, whoever carries them.
+
 use std::collections::VecDeque;
 
 use proptest::prelude::*;

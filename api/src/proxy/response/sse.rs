@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_stands_before_its_event_whatever_is_cut() {
+    fn ids_stand_before_their_events_whatever_is_removed() {
         let usage = r#","usage":{"prompt_tokens":5,"completion_tokens":1}"#;
         let event = |text: &str, reason: &str, usage: &str| {
             format!(
