@@ -36,7 +36,7 @@ impl Demo {
     }
 
     fn is_up(&self) {
-        let is_up = || self.text("out").contains("ctrl-c ends it");
+        let is_up = || self.text("out").contains("The cluster is up.");
         until("the cluster is up", is_up);
     }
 
