@@ -411,9 +411,10 @@ mod tests {
             let cut = cut.index(whole.len() + 1);
             let torn = [&whole[..cut], &garbage[..]].concat();
             // Garbage may happen to continue the file as it was.
-            prop_assume!(garbage.is_empty() || !whole.starts_with(&torn));
+            let same = whole.iter().zip(&torn).take_while(|(before, after)| before == after);
+            let same = same.count();
             fs::write(&file, torn).unwrap();
-            let kept = (0..payloads.len()).take_while(|at| framed(&payloads[..=*at]).len() <= cut);
+            let kept = (0..payloads.len()).take_while(|at| framed(&payloads[..=*at]).len() <= same);
             let kept = kept.count();
             let (mut ring, found) = open(folder.path());
             prop_assert_eq!(&found[..kept], &payloads[..kept]);

@@ -564,7 +564,7 @@ mod tests {
             numbered(&stream, true),
             format!("\u{feff}id: 1\n{first}: hello\n\nid: 2\n{joined}id: 3\n{last}{done}")
         );
-        let long = event(&"x".repeat(300 * 1024), "null", "");
+        let long = event(&"x".repeat(2 * EVENT_BYTES_MAX), "null", "");
         let found = numbered(&format!("{long}{last}"), true);
         let tail = found.strip_prefix(long.as_str());
         assert_eq!(tail, Some(&*format!("id: 1\n\nid: 2\n{last}")));

@@ -161,7 +161,7 @@ fn the_model_follows_random_logs() {
     let mut runner = TestRunner::deterministic();
     let steps = prop::collection::vec(commands::step(), 170);
     let mut compared = BTreeMap::new();
-    for number in 0..30 {
+    for number in 0..40 {
         let mut log = RecordedLog::founded();
         let steps = steps.new_tree(&mut runner).expect("nothing is rejected");
         for mut step in steps.current() {
