@@ -33,7 +33,7 @@ async fn a_replica_that_lost_its_store_prints_a_remedy() {
         let (status, told) = http.get(&url).await;
         let reasons = told["reasons"].to_string();
         status == StatusCode::SERVICE_UNAVAILABLE
-            && ["another store", "node.id", "cluster.join"]
+            && ["another store", "node.id", "member replace 3"]
                 .iter()
                 .all(|it| reasons.contains(it))
     };

@@ -219,7 +219,11 @@ pub async fn start(world: &World, id: u8, voters: u8, disk: &MemoryDisk) -> (Rep
     let (mut status, world) = (replica.watch(), world.clone());
     tokio::spawn(async move {
         while status.changed().await.is_ok() {
-            let now = status.borrow_and_update().clone();
+            let mut now = status.borrow_and_update().clone();
+            // Times print as those of this machine.
+            now.members
+                .values_mut()
+                .for_each(|it| it.silent_since = None);
             world.note(&format!("{id} {now:?}"));
         }
     });

@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_stand_before_their_events_whatever_is_removed() {
+    fn each_id_stands_before_its_event() {
         let usage = r#","usage":{"prompt_tokens":5,"completion_tokens":1}"#;
         let event = |text: &str, reason: &str, usage: &str| {
             format!(
