@@ -275,7 +275,7 @@ async fn a_claim_that_does_not_add_up_is_refused_and_stops_nothing() {
 }
 
 #[tokio::test]
-async fn the_id_of_anothers_stream_begins_a_new_answer() {
+async fn the_id_of_a_stream_of_another_user_begins_a_new_answer() {
     let scene = Scene::start(&first(), &[]).await;
     let (old, id) = scene.begin("u", "\"b\"").await;
     let answer = scene.ask(1, resumes("thief", &id, "ab")).await;
