@@ -24,7 +24,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         "I26",
         &[Fault::LoseState, Fault::Transfer],
         4,
-        35,
+        4,
     ),
     ("raft.SnapshotNotAdopted", "did not start", STOPPED, 6, 32),
     ("raft.SnapshotNotSynced", "did not start", STOPPED, 6, 2),
@@ -38,7 +38,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
     ("api.AnswerPaidAgain", "I38", &[], 4, 3),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
-    ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 27),
+    ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 1),
     (
         "node.SessionKept",
         "I29",
