@@ -44,6 +44,9 @@ const DESCRIBED_MAX: usize = 3;
 
 /// Config of replicas that are killed.
 const RESUMABLE: &str = "[streams]\nresumable = true\n";
+/// Keys of `[users]` of replicas that are killed. A replica that dies otherwise loses what it has not
+/// flushed of streams that have just ended, and counters could not be exact.
+const DURABLE: &str = "charges = \"durable\"\n";
 
 /// What is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,14 +131,16 @@ pub async fn run(
     options: EngineKillsOptions,
     told: impl Fn(u32),
 ) -> anyhow::Result<EngineKillsReport> {
+    let (config, users_config) = match options.victims {
+        Victims::Engines => ("", ""),
+        Victims::Replicas => (RESUMABLE, DURABLE),
+    };
     let mut cluster = ProcessCluster::start(ClusterOptions {
         engines: options.engines,
         engine_speed: ENGINE_SPEED,
         is_secure: options.is_secure,
-        config: match options.victims {
-            Victims::Engines => "",
-            Victims::Replicas => RESUMABLE,
-        },
+        config,
+        users_config,
         ..ClusterOptions::default()
     })
     .await?;
