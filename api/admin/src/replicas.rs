@@ -114,6 +114,10 @@ struct FiguresDetail {
     /// Number of items that are not in the log yet.
     outbox_items: u64,
     uptime_s: u64,
+    /// Number of streams since its start that went on after their engine or router had failed.
+    streams_continued: u64,
+    /// Number of streams since its start that ended because their engine or router had failed.
+    streams_lost: u64,
 }
 
 /// The user whose request has waited longest at a replica.
@@ -237,6 +241,8 @@ impl FiguresDetail {
             disk_size_bytes: figures.disk.map(|(_, size)| size),
             outbox_items: figures.outbox_items,
             uptime_s: figures.uptime_s,
+            streams_continued: figures.streams_continued,
+            streams_lost: figures.streams_lost,
         }
     }
 }

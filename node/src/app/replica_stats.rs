@@ -85,6 +85,8 @@ impl FigureSources {
             disk: disk_space(&self.data_dir).map(|it| (it.free_bytes, it.size_bytes)),
             outbox_items: self.router.outbox().status().queued_items as u64,
             uptime_s: now.duration_since(started).as_secs(),
+            streams_continued: self.requests.recent.streams_continued.load(Relaxed),
+            streams_lost: self.requests.recent.streams_lost.load(Relaxed),
         }
     }
 

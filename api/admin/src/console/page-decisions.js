@@ -3,9 +3,9 @@
 import { every, get } from './api.js';
 import { setStatus, status } from './charts.js';
 import { h, icon, put, svg, swap } from './dom.js';
-import { NONE, count, ms, percent, time } from './format.js';
+import { NONE, count, ms, percent, plural, time } from './format.js';
 import { table } from './table.js';
-import { OUTCOMES, REASONS, VERDICTS } from './words.js';
+import { ATTEMPT_ENDS, OUTCOMES, REASONS, VERDICTS } from './words.js';
 
 export const title = 'Decisions';
 
@@ -109,7 +109,7 @@ function draw(root, request, close) {
   const user = h('a', { href: `#/users/${encodeURIComponent(request.user)}` }, request.user);
   swap(root,
     h('div', { class: 'row' }, h('h2', null, 'Why it went there'), h('span', { class: 'grow' }), close),
-    h('p', { class: 'note wrap' }, 'Request ', h('code', null, request.request_id), ` at ${time(request.at_ms)}, ${request.path}, model ${request.model}, user `, user, `, ${count(request.tokens)} prompt tokens, decided by replica ${request.replica}.`),
+    h('p', { class: 'note wrap' }, 'Request ', h('code', null, request.request_id), ` at ${time(request.at_ms)}, ${request.path}, model ${request.model}, user `, user, `, ${count(request.tokens)} prompt tokens, decided by replica ${request.replica}.${request.resumed ? ' Its client went on with a stream that broke off elsewhere.' : ''}`),
     request.decisions.length ? request.decisions.map((it, at) => attemptPicture(request, it, at)) : h('p', { class: 'because' }, `No backend was chosen: ${request.end ? `${OUTCOMES[request.end.outcome]}${request.end.code ? `, ${request.end.code}` : ''}` : 'it still waits'}.`));
 }
 
@@ -120,7 +120,8 @@ function attemptPicture(request, attempt, at) {
   const out = Object.entries(attempt.filtered).filter(([, number]) => number > 0);
   const named = attempt.backends.filter((it) => it.verdict !== 'candidate');
   const listed = candidates.slice(0, SHOWN);
-  const usage = attempt.outcome?.usage;
+  const { outcome } = attempt;
+  const usage = outcome?.usage;
   const predicted = Math.min(attempt.matched * attempt.tokens_per_block, usage?.prompt_tokens ?? Infinity);
   return h('article', { class: 'attempt' },
     request.decisions.length > 1 && h('h3', null, `Attempt ${at + 1}`),
@@ -141,7 +142,7 @@ function attemptPicture(request, attempt, at) {
       ['At index', count(attempt.index)],
       ['Predicted cached', usage ? `${count(predicted)} tokens` : `${count(attempt.matched)} blocks`],
       ['Reported cached', usage?.cached_tokens === null || usage?.cached_tokens === undefined ? 'Not told' : `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)} tokens (${percent(usage.cached_tokens / usage.prompt_tokens)})`],
-      ['Answer', attempt.failure ? `None: ${attempt.failure}` : attempt.status ? `HTTP ${attempt.status}${usage ? `, ${count(usage.completion_tokens)} tokens` : ''}` : 'Under way'],
+      ['Answer', attempt.failure ? `None: ${attempt.failure}` : attempt.status ? [`HTTP ${attempt.status}`, usage && plural(usage.completion_tokens, 'token'), outcome && ATTEMPT_ENDS[outcome.end]].filter(Boolean).join(', ') : 'Under way'],
     ].map(([name, text]) => h('div', null, h('dt', null, name), h('dd', null, text)))));
 }
 

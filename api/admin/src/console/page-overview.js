@@ -89,6 +89,8 @@ const FIGURES = [
   ['Hit rate', (it) => (it.figures.prompt_tokens ? percent(it.figures.cached_tokens / it.figures.prompt_tokens) : NONE), true],
   ['Queue', (it) => count(it.figures.waiting)],
   ['In flight', (it) => count(it.figures.in_flight)],
+  ['Streams continued', (it) => count(it.figures.streams_continued)],
+  ['Streams lost', (it) => count(it.figures.streams_lost)],
   ['Routing p50', (it) => ms(it.figures.routing_p50_ms)],
   ['State', stateOf],
   ['Applied index', (it) => count(it.figures.applied_index)],

@@ -53,6 +53,9 @@ export const OUTCOMES = {
   'gateway-reply': 'Gateway’s own reply',
 };
 
+/** How attempts end, other than with a complete answer. */
+export const ATTEMPT_ENDS = { broken: 'then it broke off', moved: 'then the stream moved on', 'client-left': 'then the client left', failed: 'it failed' };
+
 export const POLICIES = {
   cost: 'Least predicted time to first token: uncached prompt tokens, load, what must be evicted.',
   lmetric: 'Least product of prefill tokens and requests.',

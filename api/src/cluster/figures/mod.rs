@@ -26,7 +26,7 @@ const ROLES: [&str; 7] = [
     "stopped",
 ];
 /// Number of figures in a report.
-const FIGURES: usize = 26;
+const FIGURES: usize = 28;
 /// Maximum length of a report, in bytes. Later builds may send figures that this one does not know.
 pub const REPORT_BYTES_MAX: usize = 8 * 128;
 const _: () = assert!(8 * FIGURES <= REPORT_BYTES_MAX);
@@ -72,6 +72,10 @@ pub struct ReplicaFigures {
     pub outbox_items: u64,
     /// Time since the replica started, in seconds.
     pub uptime_s: u64,
+    /// Number of streams since then that went on after their engine or router had failed.
+    pub streams_continued: u64,
+    /// Number of streams since then that ended because their engine or router had failed.
+    pub streams_lost: u64,
 }
 
 /// The request that has waited longest at a replica.
@@ -127,6 +131,8 @@ impl ReplicaFigures {
             size,
             self.outbox_items,
             self.uptime_s,
+            self.streams_continued,
+            self.streams_lost,
         ];
         numbers.iter().flat_map(|it| it.to_le_bytes()).collect()
     }
@@ -175,6 +181,8 @@ impl ReplicaFigures {
             disk: Some((at(22), at(23))).filter(|(_, size)| *size > 0),
             outbox_items: at(24),
             uptime_s: at(25),
+            streams_continued: at(26),
+            streams_lost: at(27),
         })
     }
 }
@@ -280,6 +288,8 @@ mod tests {
             disk: Some((22, 23)),
             outbox_items: 24,
             uptime_s: 25,
+            streams_continued: 26,
+            streams_lost: 27,
             ..ReplicaFigures::default()
         }
     }
@@ -289,7 +299,7 @@ mod tests {
         let numbers: Vec<u8> = figures().encode();
         let numbers = numbers.as_chunks::<8>().0.iter();
         let numbers: Vec<u64> = numbers.map(|it| u64::from_le_bytes(*it)).collect();
-        let mut expected: Vec<u64> = (0..26).collect();
+        let mut expected: Vec<u64> = (0..28).collect();
         // Role 2 is the second of `ROLES`; a snapshot at index 0 is encoded as 1; the flags are a
         // quorum, readiness and a waiting request.
         (expected[0], expected[1], expected[4], expected[5]) = (2, 2, 1, 0b11_0001);

@@ -51,8 +51,7 @@ pub(super) async fn resume(
         }
     };
     let cause = StreamBreak::Router;
-    let counted = &proxy.metrics.streams_broken;
-    counted.get_or_create(&BreakLabels { cause, result }).inc();
+    proxy.metrics.stream_broke(&BreakLabels { cause, result });
     answer
 }
 

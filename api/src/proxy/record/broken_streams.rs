@@ -66,7 +66,29 @@ pub struct BreakLabels {
     pub result: BreakResult,
 }
 
-/// What became of a stream whose engine failed.
+/// What became of a broken stream, for its client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StreamFate {
+    /// It went on, or was completed.
+    Continued,
+    /// It ended there.
+    Lost,
+}
+
+impl BreakLabels {
+    /// Returns what became of the stream; `None` if it stayed where it was.
+    pub(super) fn fate(&self) -> Option<StreamFate> {
+        match (self.cause, self.result) {
+            (_, BreakResult::CONTINUED | BreakResult::COMPLETED) => Some(StreamFate::Continued),
+            (StreamBreak::Stalled | StreamBreak::Moved, _) => None,
+            (StreamBreak::Broke | StreamBreak::Error | StreamBreak::Router, _) => {
+                Some(StreamFate::Lost)
+            }
+        }
+    }
+}
+
+/// What became of a stream whose engine failed, as the counter shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BreakResult(&'static str);
 

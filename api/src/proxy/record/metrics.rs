@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::access::{AccessEntry, EndedAccess};
 use super::archive::LostRecords;
-use super::broken_streams::{BreakLabels, StreamBreak};
+use super::broken_streams::{BreakLabels, StreamBreak, StreamFate};
 use super::decisions::DecisionLog;
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
@@ -113,6 +113,10 @@ pub struct RecentRequests {
     pub ended: AtomicU64,
     /// Number of requests that failed.
     pub failed: AtomicU64,
+    /// Number of broken streams that went on, or were completed.
+    pub streams_continued: AtomicU64,
+    /// Number of broken streams that ended there.
+    pub streams_lost: AtomicU64,
     /// Times from a request's last byte to the first output of a stream.
     pub ttft: TimeBuckets,
     /// Times from a request's last byte to its first dispatch, without the wait for admission.
@@ -208,6 +212,18 @@ impl ProxyMetrics {
         self.stages.register(registry);
         self.register_connections(registry);
         self.register_decisions_and_breaks(registry);
+    }
+
+    /// Counts a stream whose engine or router failed in the middle of its output.
+    pub(in crate::proxy) fn stream_broke(&self, labels: &BreakLabels) {
+        self.streams_broken.get_or_create(labels).inc();
+        if let Some(fate) = labels.fate() {
+            let counted = match fate {
+                StreamFate::Continued => &self.recent.streams_continued,
+                StreamFate::Lost => &self.recent.streams_lost,
+            };
+            counted.fetch_add(1, Relaxed);
+        }
     }
 
     fn register_decisions_and_breaks(&self, registry: &mut Registry) {

@@ -322,8 +322,7 @@ impl ResponseBody {
             ResponseBodyError::Moved => StreamBreak::Moved,
             _ => StreamBreak::Broke,
         };
-        let labels = BreakLabels { cause, result };
-        let counted = &self.source.proxy.metrics.streams_broken;
-        counted.get_or_create(&labels).inc();
+        let metrics = &self.source.proxy.metrics;
+        metrics.stream_broke(&BreakLabels { cause, result });
     }
 }
