@@ -4,6 +4,7 @@ use http::StatusCode;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 
+use super::fleet::{Engines, EnginesPlan};
 use super::tests::{ask, connect, events, send};
 use super::{EmulatedEngine, EngineHandle, EngineOptions};
 
@@ -182,4 +183,27 @@ fn word_of(event: &str) -> String {
 
 fn text_of(event: &Value) -> String {
     event["choices"][0]["text"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn engines_of_a_demo_cluster_continue_each_others_answers() {
+    let plan = EnginesPlan {
+        urls: &[],
+        count: 2,
+        speed: 1000.0,
+        blocks: None,
+        has_events: false,
+        faults: None,
+    };
+    let engines = Engines::start(plan).await.unwrap();
+    let [one, other] = &engines.emulated[..] else {
+        unreachable!("two were asked for")
+    };
+    let messages = json!([{ "role": "user", "content": "tell me more" }]);
+    let body = json!({ "model": "emulated", "messages": messages, "max_tokens": 40 });
+    let (text, ..) = answer(one, CHAT, body.clone()).await;
+    let (begun, rest) = text.split_at(4 * 7);
+    let (found, ..) = answer(other, CHAT, continued(CHAT, &body, begun, 7)).await;
+    assert_eq!(found, rest);
+    engines.stop().await;
 }

@@ -33,7 +33,8 @@ pub struct EnginesPlan<'a> {
 /// Running engines with their registrations as backends.
 #[derive(Debug)]
 pub struct Engines {
-    emulated: Vec<EngineHandle>,
+    /// Engines in this process. They serve one model: each goes on where another one stopped.
+    pub(super) emulated: Vec<EngineHandle>,
     /// Registration of each engine as a backend.
     pub specs: Vec<BackendSpec>,
 }
@@ -71,7 +72,6 @@ async fn start_one(plan: EnginesPlan<'_>, number: u8) -> anyhow::Result<EngineHa
         let mut options = EngineOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], port)),
             speed: plan.speed,
-            seed: u64::from(number),
             events: plan.has_events.then(|| EventsOptions {
                 events: SocketAddr::from(([127, 0, 0, 1], 0)),
                 replay: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
