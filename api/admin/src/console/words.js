@@ -82,7 +82,7 @@ export function event(it) {
     case 'member': return [`Replica ${it.id} ${it.change === 'disconnected' ? 'does not answer' : it.change === 'connected' ? 'answers' : `was ${it.change}`}`, { connected: 'good', disconnected: 'bad', removed: 'bad' }[it.change]];
     case 'snapshot': return [`Snapshot at index ${it.index}`];
     case 'fault': return [`Storage fault: ${it.detail}`, 'bad'];
-    case 'backend': return [`Backend ${it.id}: ${it.change}`, { removed: 'bad', draining: 'bad' }[it.change]];
+    case 'backend': return [`Backend ${it.id}: ${it.change}`, { removed: 'warn', draining: 'warn' }[it.change]];
     case 'backend-health': return it.is_healthy ? [`Backend ${it.id} is healthy`, 'good'] : [`Backend ${it.id} is not healthy: ${it.detail ?? 'no answer'}`, 'bad'];
     case 'backend-circuit': return it.is_open ? [`Circuit of ${it.id} opened`, 'bad'] : [`Circuit of ${it.id} closed`, 'good'];
     case 'backend-accuracy': return it.is_off ? [`Predictions for ${it.id} are off by ${Math.round(it.error_percent)} %`, 'bad'] : [`Predictions for ${it.id} hold again`, 'good'];
