@@ -2,7 +2,7 @@
 //!
 //! [`ModelNames::resolve`] is the only place that decides this. It is a pure function of the
 //! config, the keys of the request and which models can be served, so that replicas with the same
-//! config choose the same model for the same key (I73).
+//! config choose the same model for the same key (I171).
 //!
 //! A split divides by weighted rendezvous hashing (Thaler and Ravishankar, "Using Name-Based
 //! Mappings to Increase Hit Rates", 1998), with integers only: each target draws as many hashes of
@@ -24,9 +24,7 @@ pub const SPLIT_WEIGHTS_MAX: u32 = 1000;
 pub const FALLBACKS_MAX: usize = 8;
 
 /// What a split keeps together.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema, Hash,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema, Hash)]
 #[serde(rename_all = "kebab-case")]
 pub enum SplitBy {
     /// All requests of a user; those without a user are divided one by one.

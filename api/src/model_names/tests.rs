@@ -81,7 +81,11 @@ fn splits_go_by_the_session_else_the_user_else_the_request() {
 
 #[test]
 fn shares_of_a_split_follow_its_weights() {
-    let weights = [("a".to_owned(), 90), ("b".to_owned(), 9), ("c".to_owned(), 1)];
+    let weights = [
+        ("a".to_owned(), 90),
+        ("b".to_owned(), 9),
+        ("c".to_owned(), 1),
+    ];
     let split = ModelSplit::new("s", SplitBy::User, &weights);
     let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
     for key in 0..100_000 {

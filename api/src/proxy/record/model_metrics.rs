@@ -98,7 +98,9 @@ impl ModelMetrics {
     /// Counts a request of `model`, a name from the config, that a fallback serves.
     pub(in crate::proxy) fn falls_back(&self, model: &str) {
         let model = model.to_owned();
-        self.fallbacks.get_or_create_owned(&RequestedModel { model }).inc();
+        self.fallbacks
+            .get_or_create_owned(&RequestedModel { model })
+            .inc();
     }
 
     /// Returns the metrics of `model`, or those of all other models. Calls `is_served` only for a

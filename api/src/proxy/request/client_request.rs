@@ -23,8 +23,8 @@ use super::identify::{
     Client, IdentifiedUser, RequestOrigin, UserSource, check_key, client_address, identify,
     is_trusted,
 };
-use super::request_body::{check_head, priority, refuse_websocket};
 use super::renamed::renamed;
+use super::request_body::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::user_models::check_user_model;
 use crate::admission::AdmissionRequest;
@@ -38,7 +38,8 @@ use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::proxy::settings::reserved_fields::without_field;
 use crate::routing::{
-    Decider, OfferedEndpoints, PermitCell, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
+    Decider, OfferedEndpoints, PermitCell, RequestStages, Room, Router, RoutingPreferences,
+    RoutingRequest, UserName,
 };
 use crate::sessions::{NamedSession, SessionNames};
 use crate::traces::TracedQuestion;

@@ -129,7 +129,10 @@ impl<'a> ModelEntry<'a> {
 }
 
 /// Returns the models of all serving backends, by id.
-fn of_engines<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, ModelEntry<'a>> {
+fn of_engines<'a>(
+    registry: &'a Registry,
+    backends: &Backends,
+) -> BTreeMap<&'a str, ModelEntry<'a>> {
     let mut models: BTreeMap<&str, ModelEntry<'_>> = BTreeMap::new();
     let is_serving = |it: &&Backend| !it.draining && backends.is_up(registry, it);
     for backend in registry.backends.iter().filter(is_serving) {

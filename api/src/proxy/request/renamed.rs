@@ -24,7 +24,9 @@ pub(super) fn renamed(
         if form.model.is_none() {
             return Ok(body.clone());
         }
-        return Ok([&body[..start], model.as_bytes(), &body[end..]].concat().into());
+        return Ok([&body[..start], model.as_bytes(), &body[end..]]
+            .concat()
+            .into());
     }
     let value = serde_json::to_string(model).expect("texts serialise");
     with_field(body, "model", &value)
