@@ -90,6 +90,7 @@ to = []
             32:6: the weights of splits[2].to sum to 1200 (expected weights in the same proportion that sum to at most 1000)
             32:48: splits[2].to[1].model is the model "b", as is splits[2].to[0].model (expected each model once, with all its weight)
             35:6: splits[3].by is "weather" (expected "user" or "session" or "request")
+            36:6: splits[3].to is empty (expected the models, such as [{ model = "a", weight = 9 }, { model = "b" }])
         "#]],
     );
 }
