@@ -235,7 +235,7 @@ fn resolved(resolved: &Value) -> String {
     };
     if resolved["is_fallback"] == true {
         text += &format!(
-            "; the fallback of {}, which has no engine",
+            "; the fallback of {}, which no engine can serve",
             cell(&resolved["meant"])
         );
     }

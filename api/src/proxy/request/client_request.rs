@@ -314,7 +314,7 @@ impl RequestReader {
         let of_user = (&name, &source, session);
         let resolved = self.resolve(head, holder, of_user, &request.parsed.model)?;
         if let Some(resolved) = &resolved {
-            *body = renamed(head, body, &resolved.model)?;
+            *body = renamed((head.path, headers), body, &resolved.model)?;
             // Hashed, and so matched, as a request for the model.
             request = self.parse(head, body).await?;
         }
