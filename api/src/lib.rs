@@ -10,6 +10,7 @@ pub mod files;
 pub mod fuzzing;
 pub mod kv_events;
 pub mod metrics;
+pub mod model_names;
 pub mod net;
 pub mod planted;
 pub mod ports;

@@ -90,6 +90,9 @@ struct DecisionSummary {
     at_ms: u64,
     path: String,
     model: String,
+    /// Name that the request gives; absent: the model's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    requested_model: Option<String>,
     /// User, as named by `GET /admin/v1/users`.
     user: String,
     user_key: String,
@@ -364,6 +367,7 @@ impl DecisionSummary {
             at_ms: record.at_ms,
             path: record.path.to_string(),
             model: record.model.to_string(),
+            requested_model: record.requested.as_deref().map(ToOwned::to_owned),
             user: record.user.as_str().to_owned(),
             user_key: key_text(record.user.key(hash_seed)),
             user_source: record.user_source.text(),

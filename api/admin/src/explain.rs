@@ -22,6 +22,7 @@ use super::problem::invalid;
 use super::users::key_text;
 use api::admission::{Admission, AdmissionPreview, AdmissionRequest as _};
 use api::error::{Problem, ProxyError, rescue};
+use api::model_names::ResolvedModel;
 use api::prompt::BlockUnit;
 use api::proxy::{RequestHead, RequestOrigin, RequestReader, UnsentRequest};
 use api::routing::{Decider, Explanation, PermitCell, Router, SharedOutbox};
@@ -80,6 +81,9 @@ const SHOWN_IDS_MAX: usize = 4096;
 pub(super) struct ExplainResponse {
     read: &'static str,
     stream: bool,
+    /// How the requested name became the model; absent: the name is the model's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    resolved: Option<ResolvedModel>,
     /// User that is charged.
     user: String,
     /// Hash of the name, 16 hex digits.
@@ -272,7 +276,9 @@ impl HypotheticalRequest {
             version: Version::HTTP_2,
             headers: &self.headers,
             origin: self.origin(),
-            is_of_gateway: false,
+            request_id: requests.told_id(&self.headers).unwrap_or_default(),
+            is_resumed: false,
+            endpoints: None,
         };
         let read = requests.would_read(&head, self.body.clone()).await;
         let (request, mut ids) = read.map_err(|why| refusal(&why, &self.headers))?;
@@ -301,6 +307,7 @@ impl HypotheticalRequest {
         Ok(ExplainResponse {
             read: "local",
             stream: request.parsed.stream,
+            resolved: request.resolved.as_deref().cloned(),
             user: request.user.as_str().to_owned(),
             user_key: key_text(request.user.key(hash_seed)),
             user_source: request.user_source.text(),

@@ -56,6 +56,8 @@ pub struct BodyMember<'a> {
     pub name: Cow<'a, str>,
     /// Byte range from the quote before the name to the end of the value.
     pub span: (usize, usize),
+    /// Start of the value.
+    pub value_at: usize,
 }
 
 /// Returns the fields of the top-level object in `text`, in order; `None` if it has more than
@@ -88,7 +90,11 @@ impl<'de> Visitor<'de> for BodyMembers<'de> {
             before = end;
             if members.len() < MEMBERS_MAX + 1 {
                 let span = (start, end);
-                members.push(BodyMember { name, span });
+                members.push(BodyMember {
+                    name,
+                    span,
+                    value_at: end - value.len(),
+                });
             }
         }
         Ok(Some(members).filter(|members| members.len() <= MEMBERS_MAX))

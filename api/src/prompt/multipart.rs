@@ -22,6 +22,8 @@ const BOUNDARY_BYTES_MAX: usize = 70;
 pub struct FormFields {
     /// The `model` field; `None` if absent.
     pub model: Option<String>,
+    /// Byte range of that field's text in the body.
+    pub model_span: (usize, usize),
     /// The `user` field; `None` if absent.
     pub user: Option<String>,
     /// The `stream` field.
@@ -64,6 +66,10 @@ pub fn read_form(content_type: &str, body: &Bytes) -> Result<FormFields, BodyRej
             .find(content)
             .ok_or_else(|| malformed("its last boundary is missing"))?;
         fields.add(head, &content[..end])?;
+        if fields.names.last().is_some_and(|name| name == "model") {
+            let start = content.as_ptr().addr() - body.as_ptr().addr();
+            fields.model_span = (start, start + end);
+        }
         rest = &content[end + delimiter.len()..];
     }
 }

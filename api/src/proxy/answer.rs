@@ -237,20 +237,23 @@ impl Proxy {
             trace,
         } = arrived;
         let path = head.uri.path();
-        let told = RequestHead {
-            is_of_gateway: endpoints.is_some(),
-            ..request_head(&head, &peer)
-        };
         let streams = &self.settings.streams;
         let claim = match &endpoints {
             None => take_claim(streams, &head, &mut body)?,
             Some(_) => None,
         };
-        let (mut read, ids) = self.requests.read(&told, &holder, &mut body).await?;
-        read.is_resumed = claim.is_some();
+        let told = RequestHead {
+            request_id: request_id.to_str().unwrap_or_default(),
+            is_resumed: claim.is_some(),
+            endpoints: endpoints.as_ref(),
+            ..request_head(&head, &peer)
+        };
+        let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
         let carried = match &claim {
             Some(claim) => Some(self.dispatcher.new_carrier(claim.id.stream)),
             None if endpoints.is_some() => None,
+            // The client would come back with the same name, and must get the same model.
+            None if read.resolved.as_ref().is_some_and(|it| it.is_momentary()) => None,
             None => is_resumable(streams, &head, (&read.parsed, &body))
                 .then(|| self.dispatcher.new_stream()),
         };
@@ -260,6 +263,9 @@ impl Proxy {
         let model = &read.parsed.model;
         let is_served = || self.view.registry().names_model(model);
         request_metrics.is_for(self.metrics.models.meter(model, is_served));
+        if let Some(resolved) = read.resolved.as_ref().filter(|it| it.is_fallback) {
+            self.metrics.models.falls_back(&resolved.meant);
+        }
         if let Some(trace) = &trace {
             trace.asks(&read.traced(path));
         }
@@ -332,7 +338,9 @@ fn request_head<'a>(head: &'a http::request::Parts, peer: &'a HeaderValue) -> Re
         version: head.version,
         headers: &head.headers,
         origin: RequestOrigin::Address(peer),
-        is_of_gateway: false,
+        request_id: "",
+        is_resumed: false,
+        endpoints: None,
     }
 }
 

@@ -32,6 +32,7 @@ mod leaving;
 mod limits;
 mod liveness;
 mod moved;
+mod names;
 mod panic;
 mod picker;
 mod picker_answers;

@@ -147,6 +147,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         min_index_wait: config.sections.routing.min_index_wait,
         identify_by: users.identify_by.clone(),
         sessions: session_rules(&config.sessions),
+        names: config.names.clone(),
         trusted_proxies: users.trusted_proxies.clone(),
         api_keys: config.api_keys.clone(),
         priority_max: config.admission.priority_max,

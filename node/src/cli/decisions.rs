@@ -166,9 +166,13 @@ pub(super) fn shown(answer: &Value) -> String {
             cell(&answer["replica"])
         ),
         format!(
-            "model    {} {}",
+            "model    {} {}{}",
             cell(&answer["path"]),
-            cell(&answer["model"])
+            cell(&answer["model"]),
+            match &answer["requested_model"] {
+                Value::Null => String::new(),
+                requested => format!(", requested as {}", cell(requested)),
+            }
         ),
         format!(
             "user     {}, by {}; priority {}",

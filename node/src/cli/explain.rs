@@ -172,7 +172,11 @@ fn facts(answer: &Value) -> Vec<String> {
         _ => format!("named by {}", cell(&answer["user_source"])),
     };
     let mut lines = vec![
-        format!("model    {}", cell(&answer["model"])),
+        format!(
+            "model    {}{}",
+            cell(&answer["model"]),
+            resolved(&answer["resolved"])
+        ),
         format!(
             "user     {} ({named_by}), priority {}",
             cell(&answer["user"]),
@@ -212,6 +216,30 @@ fn facts(answer: &Value) -> Vec<String> {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));
     }
     lines
+}
+
+/// Says why the model is not the one that the request names; empty if it is.
+fn resolved(resolved: &Value) -> String {
+    let Value::Object(_) = resolved else {
+        return String::new();
+    };
+    let requested = cell(&resolved["requested"]);
+    let mut text = match &resolved["split_by"] {
+        Value::Null if resolved["requested"] == resolved["meant"] => String::new(),
+        Value::Null => format!("; {requested} is an alias of {}", cell(&resolved["meant"])),
+        by => format!(
+            "; {requested} is split by {}, here to {}",
+            cell(by),
+            cell(&resolved["meant"])
+        ),
+    };
+    if resolved["is_fallback"] == true {
+        text += &format!(
+            "; the fallback of {}, which no engine can serve",
+            cell(&resolved["meant"])
+        );
+    }
+    text
 }
 
 /// Returns the session that the request names, and the one that the policy uses, if any.

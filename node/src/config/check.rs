@@ -12,7 +12,7 @@ use super::identity::IdSource;
 use super::read::Settings;
 use super::traffic::{AdminConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, discovery, engines, identity, key_file, models, requests,
+    Config, certificates, cluster, discovery, engines, identity, key_file, models, names, requests,
     routing, tokens_file,
 };
 
@@ -45,6 +45,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         formation,
         secret,
         models,
+        names: names::names(&file, found),
         backends,
         discovery,
         engine_keys,

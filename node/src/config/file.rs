@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use api::engines::backends::{CircuitSettings, ProbeSettings};
 use api::engines::discovery::{EngineScheme, KubernetesAccess};
+use api::model_names::SplitBy;
 use api::prompt::TokenizerSpec;
 use api::proxy::picker::PickerSettings;
 use api::proxy::{ProxyLimits, ProxyTimeouts, RetrySettings, StreamSettings};
@@ -90,6 +91,9 @@ pub struct ConfigFile {
     pub tracing: TracingConfig,
     /// Tokenizer, block size and policy of models. The first entry that matches a model applies.
     pub models: Vec<ModelConfig>,
+    /// Names that are divided among models by weight. See docs/guide/models.md.
+    #[schemars(length(max = 256))]
+    pub splits: Vec<SplitConfig>,
     /// Backends to register at start. Later changes go through the admin API.
     pub backends: Vec<BackendConfig>,
     /// Sources that add and remove backends while the cluster runs. See docs/guide/discovery.md.
@@ -296,6 +300,13 @@ pub struct ModelConfig {
     /// /admin/v1/policy?model=NAME`.
     #[schemars(extend("enum" = POLICY_NAMES))]
     pub policy: Option<String>,
+    /// Other names of this model: a request for one of them is a request for the model. Each replica
+    /// has its own setting. See docs/guide/models.md.
+    pub aliases: Vec<String>,
+    /// Model that serves the requests while no engine of this one can: none is registered, up and
+    /// not drained. Busy engines are waited for. Users who are not allowed the fallback do not get
+    /// it. Each replica has its own setting.
+    pub fallback: Option<String>,
     /// Labels that a backend must have to serve this model.
     pub select: BTreeMap<String, String>,
     /// Whether prompts go through a backend with `role = "prefill"` first: `off`, `always`, or
@@ -305,6 +316,33 @@ pub struct ModelConfig {
     /// Uncached prompt tokens above which `auto` uses two backends.
     #[default(PairSettings::ABOVE_TOKENS_DEFAULT)]
     pub disaggregate_above_tokens: u32,
+}
+
+/// Keys of an entry of `[[splits]]`: a name that is divided among models. Replicas with the same
+/// setting choose the same model.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SplitConfig {
+    /// The name; no model and no alias may have it.
+    pub model: String,
+    /// What stays with one model: `user`, `session` (else the user), or `request`, nothing. Requests
+    /// without a user are divided one by one.
+    pub by: SplitBy,
+    /// The models with their shares.
+    #[schemars(length(min = 1, max = 64))]
+    pub to: Vec<SplitTargetConfig>,
+}
+
+/// Keys of an entry of `to`: a model and its share of a split.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SplitTargetConfig {
+    /// Name or alias of the model.
+    pub model: String,
+    /// Share of the model, in proportion to the sum of all weights, which is at most 1000.
+    #[default(1)]
+    #[schemars(range(min = 1, max = 1000))]
+    pub weight: u32,
 }
 
 /// Keys of an entry of `[[backends]]`: an engine, its credentials, and where it publishes KV

@@ -24,6 +24,7 @@ mod identity;
 pub(crate) mod import;
 pub(crate) mod key_file;
 mod models;
+mod names;
 mod others;
 mod print;
 mod read;
@@ -45,6 +46,7 @@ use std::path::{Path, PathBuf};
 use admin::AdminTokens;
 use api::engines::backends::{EngineAddressRules, EngineKeys};
 use api::engines::discovery::SourceSettings;
+use api::model_names::ModelNames;
 use api::prompt::ModelSettings;
 use api::proxy::ApiKeys;
 use api::routing::SelectSettings;
@@ -85,6 +87,8 @@ pub struct Config {
     pub secret: Option<raft::Secret>,
     /// Tokenizers and block sizes. The first entry that matches a model applies.
     pub models: Vec<ModelSettings>,
+    /// Aliases, fallbacks and splits of models.
+    pub names: ModelNames,
     /// Backends to register at start if they are missing.
     pub backends: Vec<BackendSpec>,
     /// Where further engines come from.

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use expect_test::expect_file;
 use serde_json::Value;
 
-use super::schema::{SCHEMA, Section, expected, is_basic, sections};
+use super::schema::{SCHEMA, Section, expected, is_basic, properties, sections, table};
 
 const INTRODUCTION: &str = "# Configuration
 
@@ -20,7 +20,7 @@ Each value comes from the first of these that sets it:
 
 Unknown keys are errors.
 Variables without `__` are ignored, because orchestrators set such ones, unless they look like a key.
-Lists of tables (`[[models]]`, `[[backends]]`, `[[discovery]]`) can only be set in the file; `quorate serve --backend URL` adds backends.
+Lists of tables (`[[models]]`, `[[splits]]`, `[[backends]]`, `[[discovery]]`) can only be set in the file; `quorate serve --backend URL` adds backends.
 
 Most keys can stay as they are.
 A first production cluster needs those marked **basic**; `quorate config print --basic` prints them, with their descriptions, as a file to start from.
@@ -44,19 +44,33 @@ fn about(path: &str) -> &'static str {
     section["description"].as_str().unwrap()
 }
 
+/// Describes the keys of a table.
+fn members(entry: &'static Value) -> String {
+    let member = |(name, schema): (&String, &'static Value)| {
+        let about = schema["description"].as_str().unwrap();
+        let default = schema.get("default").filter(|it| it.as_str() != Some(""));
+        let default = default.map_or_else(String::new, |it| {
+            format!(", default `{}`", self::default(it))
+        });
+        format!("`{name}` ({}{default}): {about}", expected(schema))
+    };
+    properties(entry).map(member).collect::<Vec<_>>().join(" ")
+}
+
 fn rows(out: &mut String, section: &Section) {
     out.push_str("\n| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
     for (name, schema) in &section.keys {
-        let each = match schema["type"] == "array" {
-            true => "a list, each ",
-            false => "",
+        let (each, expected) = match (schema["type"] == "array", table(schema)) {
+            (true, Some(entry)) => ("a list of tables with ", members(entry)),
+            (true, None) => ("a list, each ", expected(schema)),
+            (false, _) => ("", expected(schema)),
         };
         let absent = match schema.get("default") {
             Some(value) => format!("`{}`", default(value)),
             None if section.required.contains(&name.as_str()) => "must be set".to_owned(),
             None => "none".to_owned(),
         };
-        let (expected, about) = (expected(schema), schema["description"].as_str().unwrap());
+        let about = schema["description"].as_str().unwrap();
         let basic = if is_basic(schema) { "**Basic.** " } else { "" };
         writeln!(
             out,

@@ -27,6 +27,9 @@ This page is generated from the metrics of a running replica; the [runbook](../g
 const IN_TROUBLE: &str = "# HELP quorate_admin_refused_total Calls of the admin API refused for their token: none or a wrong one, too weak a role, or too many wrong ones before
 # TYPE quorate_admin_refused_total counter
 quorate_admin_refused_total{reason=\"token\"} 1
+# HELP quorate_proxy_model_fallbacks_total Requests for a model that none of its engines could serve, sent to a fallback, by the model that was meant
+# TYPE quorate_proxy_model_fallbacks_total counter
+quorate_proxy_model_fallbacks_total{model=\"m\"} 1
 # HELP quorate_route_panic 1 while the model's probes are ignored, because most fail while requests succeed
 # TYPE quorate_route_panic gauge
 quorate_route_panic{model=\"m\"} 1

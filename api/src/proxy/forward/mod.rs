@@ -489,6 +489,7 @@ pub(super) fn relay(
     }
     let expose = proxy.settings.expose;
     expose.decision(&mut head.headers, head.status, decision);
+    expose.model(&mut head.headers, proxied.resolved.as_deref());
     let source = RespondingBackend {
         proxy: Arc::clone(proxy),
         slot: decision.backend.slot,

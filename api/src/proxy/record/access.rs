@@ -124,6 +124,7 @@ macro_rules! line {
             cause = $decided.cause,
             user = $decided.user,
             model = $decided.model,
+            requested_model = $decided.requested,
             stream = $decided.stream,
             resumed = $decided.resumed,
             backend = $decided.backend,
@@ -160,6 +161,7 @@ impl AccessEntry {
         if let Some(record) = end.record {
             decided.user = Some(record.user.as_str());
             decided.model = Some(&record.model);
+            decided.requested = record.requested.as_deref();
             decided.stream = Some(record.is_stream);
             decided.resumed = record.is_resumed.then_some(true);
             decided.blocks_total = Some(record.blocks);
@@ -182,6 +184,8 @@ struct DecidedFields<'a> {
     cause: Option<&'a str>,
     user: Option<&'a str>,
     model: Option<&'a str>,
+    /// Name that the request gives, if it is not the model's.
+    requested: Option<&'a str>,
     stream: Option<bool>,
     /// `true`, or absent.
     resumed: Option<bool>,

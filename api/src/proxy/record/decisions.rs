@@ -172,6 +172,7 @@ impl DecisionLog {
             id: String::from_utf8_lossy(id.as_bytes()).into(),
             path: path.into(),
             model: request.parsed.model.as_str().into(),
+            requested: (request.resolved.as_ref()).map(|it| it.requested.as_str().into()),
             user: request.user.clone(),
             user_source: request.user_source.clone(),
             session: request.session,

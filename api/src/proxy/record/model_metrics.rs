@@ -37,6 +37,7 @@ type HistogramOf = Family<RequestedModel, Histogram, fn() -> Histogram>;
 #[derive(Debug, Clone)]
 pub(in crate::proxy) struct ModelMetrics {
     requests: Family<ModelEnd, Counter>,
+    fallbacks: Family<RequestedModel, Counter>,
     ttft: HistogramOf,
     duration: HistogramOf,
     meters: Arc<RwLock<BTreeMap<String, Arc<ModelMeter>>>>,
@@ -62,6 +63,7 @@ impl ModelMetrics {
         let meters = Arc::default();
         Self {
             requests,
+            fallbacks: Family::default(),
             ttft,
             duration,
             meters,
@@ -76,6 +78,12 @@ impl ModelMetrics {
             self.requests.clone(),
         );
         registry.register(
+            "model_fallbacks",
+            "Requests for a model that none of its engines could serve, sent to a fallback, by the model \
+             that was meant",
+            self.fallbacks.clone(),
+        );
+        registry.register(
             "model_ttft_seconds",
             "Time from a request's last byte to the first output of a stream, by model",
             self.ttft.clone(),
@@ -85,6 +93,14 @@ impl ModelMetrics {
             "Time from a request's head to the end of its response, by model",
             self.duration.clone(),
         );
+    }
+
+    /// Counts a request of `model`, a name from the config, that a fallback serves.
+    pub(in crate::proxy) fn falls_back(&self, model: &str) {
+        let model = model.to_owned();
+        self.fallbacks
+            .get_or_create_owned(&RequestedModel { model })
+            .inc();
     }
 
     /// Returns the metrics of `model`, or those of all other models. Calls `is_served` only for a

@@ -26,8 +26,10 @@ pub struct RequestRecord {
     pub id: Box<str>,
     /// Path of the request.
     pub path: Box<str>,
-    /// Model that the request names.
+    /// Model that serves the request.
     pub model: Box<str>,
+    /// Name that the request gives; `None` if it is the model's own.
+    pub requested: Option<Box<str>>,
     /// User who pays.
     pub user: UserName,
     /// Source of the user's name.
@@ -140,7 +142,8 @@ impl RequestRecord {
         let labels =
             labels.map(|(key, value)| size_of::<(String, String)>() + key.len() + value.len());
         let texts = self.id.len() + self.path.len() + self.model.len() + self.user.as_str().len();
+        let requested = self.requested.as_ref().map_or(0, |name| name.len());
         let marks = size_of_val(&*self.marks);
-        size_of::<Self>() + texts + labels.sum::<usize>() + marks
+        size_of::<Self>() + texts + labels.sum::<usize>() + marks + requested
     }
 }

@@ -23,12 +23,14 @@ use super::identify::{
     Client, IdentifiedUser, RequestOrigin, UserSource, check_key, client_address, identify,
     is_trusted,
 };
+use super::renamed::renamed;
 use super::request_body::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::user_models::check_user_model;
 use crate::admission::AdmissionRequest;
 use crate::error::ProxyError;
 use crate::files::text::without_mark;
+use crate::model_names::{ResolvedModel, SplitKeys};
 use crate::prompt::{
     ParsedBody, ParsedRequest, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form,
 };
@@ -36,7 +38,8 @@ use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::proxy::settings::reserved_fields::without_field;
 use crate::routing::{
-    Decider, PermitCell, RequestStages, Room, Router, RoutingPreferences, RoutingRequest, UserName,
+    Decider, OfferedEndpoints, PermitCell, RequestStages, Room, Router, RoutingPreferences,
+    RoutingRequest, UserName,
 };
 use crate::sessions::{NamedSession, SessionNames};
 use crate::traces::TracedQuestion;
@@ -66,9 +69,13 @@ pub struct RequestHead<'a> {
     pub headers: &'a HeaderMap,
     /// Origin of the request.
     pub origin: RequestOrigin<'a>,
-    /// Whether a gateway asks for endpoints for it. Only then do the headers of the Gateway API
-    /// Inference Extension count.
-    pub is_of_gateway: bool,
+    /// Id of the request; empty if it has none yet.
+    pub request_id: &'a str,
+    /// Whether the request goes on with a stream of another replica, which stays with its model.
+    pub is_resumed: bool,
+    /// Endpoints that the asking gateway can use; `None` if no gateway asks. Only for a gateway do
+    /// the headers of the Gateway API Inference Extension count.
+    pub endpoints: Option<&'a OfferedEndpoints>,
 }
 
 /// A parsed request.
@@ -76,6 +83,8 @@ pub struct RequestHead<'a> {
 pub struct ClientRequest {
     /// Body without the prompt.
     pub parsed: ParsedBody,
+    /// How the requested name became the model; `None` if it is the model's own.
+    pub resolved: Option<Box<ResolvedModel>>,
     /// Blocks and token count of the prompt.
     pub identity: PromptIdentity,
     /// User to charge.
@@ -292,20 +301,25 @@ impl RequestReader {
     ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
         let headers = head.headers;
         let mut request = self.parse(head, body).await?;
-        holder.check_model(&request.parsed.model)?;
         let hashing = || self.view.registry().hashing();
         let client = Client {
             holder,
             origin: head.origin,
-            is_of_gateway: head.is_of_gateway,
+            is_of_gateway: head.endpoints.is_some(),
             headers,
         };
         let identified = identify(&self.settings, hashing, &client, &request.parsed);
         let IdentifiedUser { name, source } = identified?;
-        check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
-        let has_objective = head.is_of_gateway && is_trusted(&self.settings, head.origin);
-        let priority = priority(headers, self.settings.priority_max, has_objective)?;
         let session = self.session(headers, &request.parsed, &name);
+        let of_user = (&name, &source, session);
+        let resolved = self.resolve(head, holder, of_user, &request.parsed.model)?;
+        if let Some(resolved) = &resolved {
+            *body = renamed((head.path, headers), body, &resolved.model)?;
+            // Hashed, and so matched, as a request for the model.
+            request = self.parse(head, body).await?;
+        }
+        let has_objective = head.endpoints.is_some() && is_trusted(&self.settings, head.origin);
+        let priority = priority(headers, self.settings.priority_max, has_objective)?;
         let isolation = self.isolate(head.path, &name, &mut request, body).await?;
         // Tokenize once, from the body that the engine receives.
         let ReadRequest {
@@ -324,8 +338,9 @@ impl RequestReader {
             user_source: source,
             session,
             parsed,
+            resolved,
             identity,
-            is_resumed: false,
+            is_resumed: head.is_resumed,
             _made_by: ReaderOnly,
         };
         Ok((request, ids))
@@ -357,6 +372,33 @@ impl RequestReader {
                 self.read(&head, &holder, &mut body).await
             }
         }
+    }
+
+    /// Returns the model that serves a request for `name`; `None` if that is `name` itself. Fails
+    /// unless the key and the user may use it.
+    fn resolve(
+        &self,
+        head: &RequestHead<'_>,
+        holder: &Holder,
+        (user, source, session): (&UserName, &UserSource, Option<NamedSession>),
+        name: &str,
+    ) -> Result<Option<Box<ResolvedModel>>, ProxyError> {
+        let check = |model: &str| {
+            holder.check_model(model)?;
+            check_user_model(&self.view, user.as_str(), model)
+        };
+        let keys = || SplitKeys {
+            user: (*source != UserSource::Nobody).then(|| user.key(self.hash_seed()).0),
+            session: session.map(|session| session.key.0),
+            request_id: head.request_id,
+        };
+        let can_serve =
+            |model: &str| head.is_resumed || self.decider.can_serve(model, head.endpoints);
+        let may_use = |model: &str| check(model).is_ok();
+        let names = &self.settings.names;
+        let resolved = names.resolve(name, keys, can_serve, may_use);
+        check(resolved.as_ref().map_or(name, |resolved| &resolved.meant))?;
+        Ok(resolved.map(Box::new))
     }
 
     /// Returns a list of the request headers that have no effect under the config; `None` if empty.

@@ -11,6 +11,7 @@ pub(super) mod headers;
 pub(super) mod identify;
 pub(super) mod models;
 mod refusal;
+mod renamed;
 pub(super) mod request_body;
 pub(super) mod routes;
 pub(super) mod usage_options;

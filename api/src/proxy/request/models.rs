@@ -11,6 +11,7 @@ use state::{Backend, Registry};
 
 use crate::engines::backends::Backends;
 use crate::error::ProxyError;
+use crate::model_names::ModelNames;
 use crate::proxy::{Holder, Proxy};
 
 impl Proxy {
@@ -21,19 +22,24 @@ impl Proxy {
         id: Option<&str>,
     ) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
+        let names = &self.settings.names;
         let is_incomplete =
             !self.readiness_gate.has_caught_up() || has_unlisted(&registry, &self.backends);
         if is_incomplete && is_empty(&registry, &self.backends) {
             return Err(ProxyError::Starting);
         }
         let body = match id {
-            None => list(&registry, &self.backends, &|model| {
+            None => list(&registry, &self.backends, names, &|model| {
                 holder.check_either_model(&self.view, model).is_ok()
             }),
             Some(id) => {
-                holder.check_either_model(&self.view, id)?;
-                let found = one(&registry, &self.backends, id);
-                found.ok_or_else(|| match registry.names_model(id) {
+                let meant = names.meant(id);
+                for model in &meant {
+                    holder.check_either_model(&self.view, model)?;
+                }
+                let found = one(&registry, &self.backends, names, id);
+                let is_named = meant.iter().any(|model| registry.names_model(model));
+                found.ok_or_else(|| match is_named {
                     // Its engines are down.
                     true => ProxyError::NoneHealthy,
                     false if has_unlisted(&registry, &self.backends) => ProxyError::Starting,
@@ -57,7 +63,7 @@ struct ModelListBody<'a> {
 }
 
 /// One model, with OpenAI's fields and vLLM's additions.
-#[derive(Serialize)]
+#[derive(Clone, Serialize)]
 struct ModelEntry<'a> {
     id: &'a str,
     object: &'static str,
@@ -71,6 +77,9 @@ struct ModelEntry<'a> {
     /// if none lists one.
     max_model_len: Option<u64>,
     permission: Value,
+    /// Models that a request for this one may get; it needs all of them to be allowed.
+    #[serde(skip)]
+    models: Vec<&'a str>,
 }
 
 impl<'a> ModelEntry<'a> {
@@ -84,7 +93,22 @@ impl<'a> ModelEntry<'a> {
             parent: None,
             max_model_len: None,
             permission: json!([]),
+            models: vec![id],
         }
+    }
+
+    /// Returns the entry of the name `id`, requests for which are served as by `entries`; `None`
+    /// without any.
+    fn named(id: &'a str, entries: &[&Self]) -> Option<Self> {
+        let first = *entries.first()?;
+        let lengths = entries.iter().filter_map(|entry| entry.max_model_len);
+        Some(Self {
+            id,
+            created: entries.iter().map(|entry| entry.created).min()?,
+            max_model_len: lengths.min(),
+            models: entries.iter().map(|entry| entry.id).collect(),
+            ..first.clone()
+        })
     }
 
     /// Adds the facts of a backend that serves the model.
@@ -105,7 +129,10 @@ impl<'a> ModelEntry<'a> {
 }
 
 /// Returns the models of all serving backends, by id.
-fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, ModelEntry<'a>> {
+fn of_engines<'a>(
+    registry: &'a Registry,
+    backends: &Backends,
+) -> BTreeMap<&'a str, ModelEntry<'a>> {
     let mut models: BTreeMap<&str, ModelEntry<'_>> = BTreeMap::new();
     let is_serving = |it: &&Backend| !it.draining && backends.is_up(registry, it);
     for backend in registry.backends.iter().filter(is_serving) {
@@ -115,6 +142,29 @@ fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, M
             entry.add(backend, backends);
         }
     }
+    models
+}
+
+/// Returns the models of all serving backends and the names that the config gives them, by id.
+fn union<'a>(
+    registry: &'a Registry,
+    backends: &Backends,
+    names: &'a ModelNames,
+) -> BTreeMap<&'a str, ModelEntry<'a>> {
+    let served = of_engines(registry, backends);
+    let entry = |model: &'a str| {
+        let mut models = std::iter::once(model).chain(names.behind(model));
+        models.find_map(|model| served.get(model))
+    };
+    let named = |id: &'a str| {
+        let entries: Vec<_> = names.meant(id).into_iter().filter_map(entry).collect();
+        let mut named = ModelEntry::named(id, &entries)?;
+        named.models.extend(names.meant(id));
+        Some((id, named))
+    };
+    let added: Vec<_> = names.added().filter_map(named).collect();
+    let mut models = served;
+    models.extend(added);
     models
 }
 
@@ -131,17 +181,19 @@ fn has_unlisted(registry: &Registry, backends: &Backends) -> bool {
 
 /// Whether no serving backend has a model.
 pub(in crate::proxy) fn is_empty(registry: &Registry, backends: &Backends) -> bool {
-    union(registry, backends).is_empty()
+    of_engines(registry, backends).is_empty()
 }
 
 /// Returns the list of models that `is_allowed` accepts, in OpenAI's format and ordered by id.
 pub(in crate::proxy) fn list(
     registry: &Registry,
     backends: &Backends,
+    names: &ModelNames,
     is_allowed: &dyn Fn(&str) -> bool,
 ) -> Bytes {
-    let all = union(registry, backends).into_values();
-    let data = all.filter(|entry| is_allowed(entry.id)).collect();
+    let all = union(registry, backends, names).into_values();
+    let is_allowed = |entry: &ModelEntry<'_>| entry.models.iter().all(|model| is_allowed(model));
+    let data = all.filter(is_allowed).collect();
     let list = ModelListBody {
         object: "list",
         data,
@@ -152,8 +204,13 @@ pub(in crate::proxy) fn list(
 }
 
 /// Returns one model of the list; `None` if no backend that accepts requests serves it.
-pub(in crate::proxy) fn one(registry: &Registry, backends: &Backends, id: &str) -> Option<Bytes> {
-    let found = union(registry, backends).remove(id)?;
+pub(in crate::proxy) fn one(
+    registry: &Registry,
+    backends: &Backends,
+    names: &ModelNames,
+    id: &str,
+) -> Option<Bytes> {
+    let found = union(registry, backends, names).remove(id)?;
     Some(
         serde_json::to_vec(&found)
             .expect("texts, numbers and JSON values serialise")

@@ -8,6 +8,7 @@ use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use state::ids::LogIndex;
 
+use crate::model_names::ResolvedModel;
 use crate::proxy::request::dialect::{ANTHROPIC_REQUEST_ID, Dialect};
 use crate::proxy::request::headers::REQUEST_ID;
 use crate::proxy::settings::Expose;
@@ -19,6 +20,8 @@ const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
 /// Header that names the backend that computed the prompt, if another one responds.
 const PREFILL: HeaderName = HeaderName::from_static("x-quorate-prefill");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
+/// Header that names the model that serves the request, if the request gives it another name.
+const MODEL: HeaderName = HeaderName::from_static("x-quorate-model");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 /// Header that lists the request headers that have no effect under the config.
 const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
@@ -45,6 +48,14 @@ impl Expose {
         }
         let matched = prefill.map_or(decision.matched, |it| it.matched);
         headers.insert(PREFIX, prefix(matched, decision.total));
+    }
+
+    /// Adds the model to the headers of a backend's response, if the request gives it another name.
+    pub(in crate::proxy) fn model(self, headers: &mut HeaderMap, resolved: Option<&ResolvedModel>) {
+        let model = resolved.filter(|_| self != Self::None);
+        if let Some(Ok(model)) = model.map(|it| HeaderValue::from_str(&it.model)) {
+            headers.insert(MODEL, model);
+        }
     }
 
     /// Adds the log index to the headers of a backend's successful response.

@@ -21,6 +21,7 @@ use self::keys::ApiKeys;
 use self::reserved_fields::{FieldRules, HeaderRules};
 use crate::engines::backends::pool::PoolSettings;
 use crate::files::ring::RingSettings;
+use crate::model_names::ModelNames;
 use crate::net::ip_prefix::IpPrefix;
 use crate::sessions::SessionRules;
 use crate::settings::{Size, Status};
@@ -53,6 +54,8 @@ pub struct ProxySettings {
     pub identify_by: Vec<IdentifyBy>,
     /// Rules by which requests name their sessions.
     pub sessions: SessionRules,
+    /// Aliases, fallbacks and splits of models.
+    pub names: ModelNames,
     /// Addresses that speak for many clients, such as load balancers. They may name users, and
     /// limits per client address do not apply to them.
     pub trusted_proxies: Vec<IpPrefix>,
@@ -96,7 +99,8 @@ pub struct ProxySettings {
 pub enum Expose {
     /// No `x-quorate-*` header and no `x-request-id`.
     None,
-    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` if it applies.
+    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` and `x-quorate-model` if they
+    /// apply.
     #[default]
     Basic,
     /// These and, on successful responses, the decision: `x-quorate-backend`, `-prefill`,
@@ -383,6 +387,7 @@ impl ProxySettings {
             timeouts: ProxyTimeouts::default(),
             identify_by: IdentifyBy::defaults(),
             sessions: SessionRules::default(),
+            names: ModelNames::default(),
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
             keys: KeyRules::default(),

@@ -113,6 +113,31 @@ pub(in crate::proxy) fn without_field(body: &Bytes, name: &str) -> Result<Bytes,
     }
 }
 
+/// Returns the body with `value`, which is JSON, for the field `name`, wherever it is. A body without
+/// the field gets it as its first. Nothing else changes.
+pub(in crate::proxy) fn with_field(
+    body: &Bytes,
+    name: &str,
+    value: &str,
+) -> Result<Bytes, ProxyError> {
+    let text = str::from_utf8(body).unwrap_or_default();
+    let members = members(text).ok_or_else(too_many)?;
+    let mut out = String::with_capacity(text.len() + name.len() + value.len() + 4);
+    let mut before = 0;
+    for member in members.iter().filter(|it| it.name == name) {
+        out.push_str(&text[before..member.value_at]);
+        out.push_str(value);
+        before = member.span.1;
+    }
+    if before == 0 {
+        before = text.find('{').map_or(0, |brace| brace + 1);
+        let comma = if members.is_empty() { "" } else { "," };
+        out = format!("{}\"{name}\":{value}{comma}", &text[..before]);
+    }
+    out.push_str(&text[before..]);
+    Ok(out.into())
+}
+
 fn too_many() -> ProxyError {
     ProxyError::BadRequest {
         message: format!("the body has more than {MEMBERS_MAX} fields"),
@@ -256,6 +281,25 @@ mod tests {
         assert_eq!(judged(&format!("{{{many}\"model\":\"m\"}}")), "as it is");
         let hidden = format!("{{{many}\"priority\":1,\"model\":\"m\"}}");
         assert_eq!(judged(&hidden), format!("{{{many}\"model\":\"m\"}}"));
+    }
+
+    #[test]
+    fn a_field_is_replaced_wherever_it_is_and_nothing_else() {
+        for (body, expected) in [
+            (
+                r#" { "model" : "a" , "n":1.0 }"#,
+                r#" { "model" : "b\"" , "n":1.0 }"#,
+            ),
+            (
+                r#"{"mod\u0065l":"a","x":{"model":"a"},"model":null}"#,
+                r#"{"mod\u0065l":"b\"","x":{"model":"a"},"model":"b\""}"#,
+            ),
+            (r#"{"n":1}"#, r#"{"model":"b\"","n":1}"#),
+            ("{ }", r#"{"model":"b\"" }"#),
+        ] {
+            let replaced = with_field(&Bytes::from(body), "model", r#""b\"""#).unwrap();
+            assert_eq!(replaced, expected, "{body}");
+        }
     }
 
     #[test]

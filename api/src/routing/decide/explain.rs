@@ -27,7 +27,7 @@ const SHOWN_BLOCKS_MAX: usize = 64;
 pub struct Explanation {
     /// Applied index at which it was made.
     pub index: LogIndex,
-    /// Requested model.
+    /// Model that serves the request.
     pub model: String,
     /// Estimated number of prompt tokens.
     pub tokens: u32,

@@ -20,7 +20,7 @@ use crate::engines::backends::{Doubt, HealthFlags};
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 use crate::routing::verdict::FilterVerdict;
-use crate::routing::{Room, RoutingRejection, RoutingRequest};
+use crate::routing::{OfferedEndpoints, Room, RoutingRejection, RoutingRequest};
 
 /// Factor by which the estimated size of a prompt may exceed a cache's capacity.
 const ESTIMATE_MARGIN: u64 = 2;
@@ -66,6 +66,21 @@ struct FilterPass<'a, S> {
 }
 
 impl Decider {
+    /// Whether a backend that is up serves `model`, so that a request for it can be sent or wait.
+    /// `endpoints` are those that the asking gateway can use.
+    pub(crate) fn can_serve(&self, model: &str, endpoints: Option<&OfferedEndpoints>) -> bool {
+        let fleet = self.fleet.table();
+        let is_offered = |at| endpoints.is_none_or(|offered| offered.has(fleet.endpoint(at)));
+        fleet.with_serving(model, |serving| {
+            serving.iter().any(|backend| {
+                let registered = &fleet.registry.backends[backend.at];
+                !backend.is_draining
+                    && is_offered(backend.at)
+                    && self.backends.is_up(&fleet.registry, registered)
+            })
+        })
+    }
+
     /// Fills `scratch` with the backends that may take the request, with their load. `seen`
     /// receives the verdict on each backend that serves the model, by registry index. The last
     /// verdict counts.

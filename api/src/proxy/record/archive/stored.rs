@@ -22,7 +22,7 @@ use crate::proxy::request::identify::UserSource;
 use crate::routing::UserName;
 
 /// Kind of a record's payload. Another layout needs another kind.
-const RECORD: u8 = 1;
+const RECORD: u8 = 3;
 /// Kind of a mark's payload.
 const MARK: u8 = 2;
 /// Memory that a record may take while it is read, in bytes.
@@ -102,6 +102,7 @@ impl Encode for RequestRecord {
             id,
             path,
             model,
+            requested,
             user,
             user_source,
             session,
@@ -123,7 +124,7 @@ impl Encode for RequestRecord {
             end,
             is_archived: _,
         } = self;
-        (number, replica, id, path, model, user.as_str()).encode(encoder)?;
+        (number, replica, id, path, model, requested, user.as_str()).encode(encoder)?;
         (user_source.text(), session, labels, priority, deadline).encode(encoder)?;
         (tokens_max, is_stream, is_resumed).encode(encoder)?;
         (unit, tokens, blocks).encode(encoder)?;
@@ -139,7 +140,7 @@ impl Encode for RequestRecord {
 
 impl<C> Decode<C> for RequestRecord {
     fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
-        let (number, replica, id, path, model, user) = Decode::decode(decoder)?;
+        let (number, replica, id, path, model, requested, user) = Decode::decode(decoder)?;
         let (user_source, session, labels, priority, deadline) = Decode::decode(decoder)?;
         let (tokens_max, is_stream, is_resumed) = Decode::decode(decoder)?;
         let (unit, tokens, blocks) = Decode::decode(decoder)?;
@@ -159,6 +160,7 @@ impl<C> Decode<C> for RequestRecord {
             id,
             path,
             model,
+            requested,
             user: UserName::bounded(user),
             user_source: UserSource::Stored(user_source.0),
             session,
