@@ -13,6 +13,7 @@ pub mod metrics;
 pub mod net;
 pub mod planted;
 pub mod ports;
+pub mod prices;
 pub mod prompt;
 pub mod proxy;
 pub mod readiness;

@@ -25,6 +25,7 @@ use super::form::{
     Span, SpanRange, TokenizerName,
 };
 use super::identity::IdSource;
+use super::prices::PriceConfig;
 use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CorsConfig, DecisionsConfig, DrainConfig, LogConfig, RequestsConfig,
@@ -92,6 +93,8 @@ pub struct ConfigFile {
     pub models: Vec<ModelConfig>,
     /// Backends to register at start. Later changes go through the admin API.
     pub backends: Vec<BackendConfig>,
+    /// What tokens cost, by model. See docs/guide/usage.md.
+    pub prices: Vec<PriceConfig>,
     /// Sources that add and remove backends while the cluster runs. See docs/guide/discovery.md.
     pub discovery: Vec<DiscoveryConfig>,
 }

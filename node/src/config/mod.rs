@@ -25,6 +25,7 @@ pub(crate) mod import;
 pub(crate) mod key_file;
 mod models;
 mod others;
+mod prices;
 mod print;
 mod read;
 #[cfg(test)]
