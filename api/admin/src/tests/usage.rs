@@ -8,7 +8,7 @@ use state::usage::{UsageSource, source_key};
 use super::reads::batch;
 use super::*;
 
-/// Days since 1970 begin at this Unix time of 2026-11-29.
+/// Hash seed of the cluster.
 const SEED: u64 = 1;
 
 fn charged(user: &str, (key, model): (Option<u64>, &str), tokens: [u64; 3]) -> [Item; 3] {
@@ -101,13 +101,16 @@ async fn usage_comes_in_pages_that_follow_each_other() {
 #[tokio::test]
 async fn usage_is_a_table_in_csv() {
     let bench = used();
-    let table = bench.text("/admin/v1/usage?by=model&format=csv").await;
+    let answer = bench
+        .call("GET", "/admin/v1/usage?by=model&format=csv", "")
+        .await;
+    assert_eq!(answer.headers["content-type"], "text/csv; charset=utf-8");
     let rows = [
         "model,requests,input_uncached,input_cached,output,money,unpriced_tokens",
         "llama,2,1010,2000,301,0.0004821,",
         "tiny,1,5,0,5,0,10",
     ];
-    assert_eq!(table, rows.map(|row| format!("{row}\r\n")).concat());
+    assert_eq!(answer.body, rows.map(|row| format!("{row}\r\n")).concat());
 }
 
 #[tokio::test]
@@ -125,7 +128,9 @@ async fn a_query_for_usage_that_makes_no_sense_names_the_parameter() {
         ("format=xml", "format"),
     ];
     for (query, field) in queries {
-        let answer = bench.ask(&format!("/admin/v1/usage?{query}")).await;
+        let answer = bench
+            .call("GET", &format!("/admin/v1/usage?{query}"), "")
+            .await;
         assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{query}");
         assert_eq!(answer.json()["field"], field, "{query}");
     }
