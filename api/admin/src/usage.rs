@@ -184,13 +184,14 @@ impl Columns {
     }
 }
 
-/// What a group of rows has in common; `None` for columns that do not count.
+/// What a group of rows has in common; `None` for columns that do not count. Flat, because JSON does
+/// not tell a nested `None` from an outer one, and cursors are JSON.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Group {
     day: Option<u32>,
-    user: Option<Option<UserKey>>,
-    key: Option<Option<ApiKeyId>>,
-    model: Option<Option<String>>,
+    user: Option<UserKey>,
+    key: Option<ApiKeyId>,
+    model: Option<String>,
     tree: Option<AgentSessionKey>,
 }
 
@@ -283,9 +284,9 @@ impl Selection {
             let model = row.source.map(|source| &*source.model);
             let group = Group {
                 day: columns.day.then_some(row.day),
-                user: columns.user.then_some(row.user),
-                key: columns.key.then(|| row.source.and_then(|it| it.key)),
-                model: columns.model.then(|| model.map(str::to_owned)),
+                user: row.user.filter(|_| columns.user),
+                key: row.source.and_then(|it| it.key).filter(|_| columns.key),
+                model: model.filter(|_| columns.model).map(str::to_owned),
                 tree: None,
             };
             let sum = Sum::of(row.usage, model, prices);
@@ -303,7 +304,7 @@ impl Selection {
         let sum = |(root, tree): (AgentSessionKey, &state::trees::SessionTree)| {
             let group = Group {
                 day: None,
-                user: Some(Some(tree.user)),
+                user: Some(tree.user),
                 key: None,
                 model: None,
                 tree: Some(root),
@@ -349,6 +350,7 @@ pub(super) async fn show(
         Some(format) => format == UsageFormat::Csv,
         None => prefers_csv(&headers),
     };
+    let columns = selection.columns;
     // Reads all rows, so it runs on another thread.
     let adding = tokio::task::spawn_blocking(move || {
         let sums = match selection.columns.tree {
@@ -367,7 +369,7 @@ pub(super) async fn show(
     let has_more = rows.next().is_some();
     let last = page.last().filter(|_| has_more);
     let next_cursor = last.map(|(group, _)| text_of(group));
-    let entries = entries(&admin, &page, &prices);
+    let entries = entries(&admin, (&page, columns), &prices);
     if is_csv {
         return csv(&entries).map(UsageAnswer::Csv);
     }
@@ -380,21 +382,26 @@ pub(super) async fn show(
 }
 
 /// Returns the rows with the names of users and keys.
-fn entries(admin: &Admin, page: &[(&Group, &Sum)], prices: &PriceTable) -> Vec<UsageEntry> {
+fn entries(
+    admin: &Admin,
+    (page, columns): (&[(&Group, &Sum)], Columns),
+    prices: &PriceTable,
+) -> Vec<UsageEntry> {
     let keys = Arc::clone(&admin.view.keys());
     let mut users: BTreeMap<UserKey, String> = BTreeMap::new();
     admin.cluster.with_state(&mut |state| {
         let named = |key: UserKey| Some((key, state.user(key)?.name.to_string()));
-        let known = page.iter().filter_map(|(group, _)| group.user.flatten());
+        let known = page.iter().filter_map(|(group, _)| group.user);
         users = known.filter_map(named).collect();
     });
+    let has_user = columns.user || columns.tree;
     let entry = |(group, sum): &(&Group, &Sum)| UsageEntry {
         day: group.day.map(date_of),
-        user: group.user.map(|user| users.get(&user?).cloned()),
-        user_key: group.user.map(|user| user.map(key_text)),
-        key: group.key.map(|key| key.map(|key| key.to_string())),
-        key_name: group.key.map(|key| name_of(&keys, key?)),
-        model: group.model.clone(),
+        user: has_user.then(|| users.get(&group.user?).cloned()),
+        user_key: has_user.then(|| group.user.map(key_text)),
+        key: columns.key.then(|| group.key.map(|key| key.to_string())),
+        key_name: columns.key.then(|| name_of(&keys, group.key?)),
+        model: columns.model.then(|| group.model.clone()),
         tree: group.tree.map(|tree| tree.to_string()),
         figures: sum.figures(prices),
     };
