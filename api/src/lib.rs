@@ -14,6 +14,7 @@ pub mod model_names;
 pub mod net;
 pub mod planted;
 pub mod ports;
+pub mod prices;
 pub mod prompt;
 pub mod proxy;
 pub mod readiness;

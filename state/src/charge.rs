@@ -1,12 +1,14 @@
 //! The charge: usage of one user, as the log carries it and as every area adds it up.
 
-use crate::ids::UserKey;
+use crate::ids::{SourceKey, UserKey};
 
 /// Usage of one user at one replica during one flush interval. All counts are additive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Charge {
     /// User to whom the usage is charged.
     pub user: UserKey,
+    /// API key and model of the requests. Says in which row of [`crate::usage`] tokens and starts count.
+    pub source: SourceKey,
     /// Number of prompt tokens that the engine computed.
     pub input_uncached: u64,
     /// Number of prompt tokens that the engine found in its prefix cache.
@@ -28,9 +30,10 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Adds the counts of another charge of the same user, saturating.
+    /// Adds the counts of another charge of the same user and source, saturating.
     pub fn add(&mut self, other: &Self) {
         self.user = other.user;
+        self.source = other.source;
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
         self.input_cached = self.input_cached.saturating_add(other.input_cached);
         self.output = self.output.saturating_add(other.output);

@@ -152,9 +152,18 @@ hash!(
     StreamCarrier
 );
 hash!(
+    /// What requests are sent with, an API key and a model: the hash of both.
+    SourceKey
+);
+hash!(
     /// An API key, drawn at random by the replica that made it. Not its secret.
     ApiKeyId
 );
+
+impl SourceKey {
+    /// Stands for every source that is not told apart.
+    pub const OTHER: Self = Self(0);
+}
 
 /// A backend as named by commands: its slot, and the incarnation at the time of the command.
 #[derive(

@@ -38,6 +38,7 @@ mod settings;
 pub mod shares;
 pub mod streams;
 pub mod trees;
+pub mod usage;
 pub mod users;
 mod validate;
 pub mod view;

@@ -12,6 +12,7 @@ pub use crate::concurrency::Concurrency;
 use crate::form::{As, AsOption, MicrosOrZero, Millis, MillisOfDay, MillisOrZero, Slots};
 use crate::pricing::ChargeInput;
 use crate::reject::Rejection;
+use crate::usage::{USAGE_DAYS_DEFAULT, USAGE_DAYS_MAX};
 use crate::validate::{at_least, at_most, ensure};
 
 /// The replicated settings of `[admission]`, which `PUT /admin/v1/admission` changes.
@@ -56,6 +57,9 @@ pub struct AdmissionSettings {
     /// memory alone.
     #[serde(rename = "inter_token", with = "As::<MicrosOrZero>")]
     pub inter_token_us: u32,
+    /// Number of days, today included, for which `GET /admin/v1/usage` knows the usage.
+    #[schemars(range(min = 1, max = USAGE_DAYS_MAX))]
+    pub usage_days: u16,
 }
 
 impl Default for AdmissionSettings {
@@ -72,6 +76,7 @@ impl Default for AdmissionSettings {
             batching: Batching::Continuous,
             bin_batch_max: Vec::new(),
             inter_token_us: 0,
+            usage_days: USAGE_DAYS_DEFAULT,
         }
     }
 }
@@ -128,6 +133,8 @@ impl AdmissionSettings {
         at_least("max_queue", self.max_queue, 1)?;
         at_least("max_wait", self.max_wait_ms, 1)?;
         ensure((1..=64).contains(&self.bins), "bins", "1 to 64")?;
+        let days = 1..=USAGE_DAYS_MAX;
+        ensure(days.contains(&self.usage_days), "usage_days", "1 to 400")?;
         let is_sound = self.bin_batch_max.len() <= 64 && !self.bin_batch_max.contains(&0);
         ensure(
             is_sound,

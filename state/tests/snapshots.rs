@@ -9,11 +9,16 @@ use state::budgets::{Budget, BudgetPeriod};
 use state::caches::CacheScope;
 use state::command::{BackendSpec, Charge, Command, Item, Lane, Reply, UserDefaults, UserSettings};
 use state::discovery::{Discovery, DiscoveryChange};
-use state::ids::{AgentSessionKey, BackendRef, Incarnation, LogIndex, ModelKey, RestoreId, Slot};
+use state::ids::{
+    AgentSessionKey, ApiKeyId, BackendRef, Incarnation, LogIndex, ModelKey, RestoreId, Slot,
+    StreamCarrier, StreamId,
+};
 use state::keys::{FoundKey, SecretHash};
 use state::prefix::user_key;
 use state::ratios::TextSample;
+use state::streams::{CarriedStream, StreamCharge};
 use state::trees::NewSession;
+use state::usage::UsageSource;
 
 #[test]
 fn a_restored_state_is_equal_and_continues_equally() {
@@ -219,6 +224,19 @@ fn full_sample() -> RouterState {
             bytes: vec![1, 2, 3],
         },
         common::batch(vec![begin_session(0, 0)]),
+        common::batch(vec![
+            Item::DefineSource(UsageSource {
+                key: Some(ApiKeyId(7)),
+                model: "m".to_owned(),
+            }),
+            Item::ChargeStream(Box::new(StreamCharge::empty(
+                user_key(common::HASH_SEED, "ada"),
+                CarriedStream {
+                    stream: StreamId(5),
+                    carrier: StreamCarrier(6),
+                },
+            ))),
+        ]),
         // More sessions than one command ends.
         common::batch((1..260).map(|key| begin_session(key, 1)).collect()),
         Command::EndTree {
@@ -266,7 +284,7 @@ fn tags(snapshot: &[u8]) -> BTreeSet<u8> {
 
 #[test]
 fn the_sample_has_every_section() {
-    const LAST: u8 = 24;
+    const LAST: u8 = 28;
     assert_eq!(tags(&snapshot(&full_sample())), (1..=LAST).collect());
 }
 

@@ -53,6 +53,7 @@ mod session_trees;
 mod sessions;
 mod stream;
 mod tokens;
+mod usage;
 mod user_defaults;
 mod users;
 mod versions;

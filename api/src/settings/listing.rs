@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::prices::PriceTable;
 use arc_swap::ArcSwap;
 use serde_json::Value;
 use state::Registry;
@@ -247,6 +248,8 @@ pub struct FileSettings {
     pub stated: SettingValues,
     /// Settings that concern only this replica, by key.
     pub local: BTreeMap<String, LocalSetting>,
+    /// Prices of tokens by model, from `[[prices]]`.
+    pub prices: PriceTable,
 }
 
 /// The [`FileSettings`] of a replica, replaced when its config is reloaded. All clones share one

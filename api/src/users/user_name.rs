@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use state::command::NAME_BYTES_MAX;
-use state::ids::UserKey;
+use state::ids::{ApiKeyId, UserKey};
 use state::prefix::user_key;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -14,34 +14,59 @@ const HASH_BYTES: usize = 1 + 16;
 /// shortened name is below the bound by less than this.
 const CHARACTER_BYTES_MAX: usize = 4;
 
-/// A user's name in the state, within the log's bound.
+/// A user's name in the state, within the log's bound, and the cluster's API key that names the user.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UserName(String);
+pub struct UserName {
+    name: String,
+    api_key: Option<ApiKeyId>,
+}
 
 impl UserName {
     /// Creates a user name from `name`. A name longer than [`NAME_BYTES_MAX`] is cut and
     /// distinguished by its hash.
     #[must_use]
     pub fn bounded<'a>(name: impl Into<Cow<'a, str>>) -> Self {
-        let name = name.into();
-        if name.len() <= NAME_BYTES_MAX {
-            return Self(name.into_owned());
+        Self {
+            name: bounded(name.into()),
+            api_key: None,
         }
-        let cut = name.floor_char_boundary(NAME_BYTES_MAX - HASH_BYTES);
-        let hash = xxh3_64(name.as_bytes());
-        Self(format!("{}#{hash:016x}", &name[..cut]))
+    }
+
+    /// Returns the user as named by an API key of the cluster.
+    #[must_use]
+    pub fn of_key(self, api_key: ApiKeyId) -> Self {
+        Self {
+            api_key: Some(api_key),
+            ..self
+        }
+    }
+
+    /// Returns the API key of the cluster that names the user; `None` if none does.
+    #[must_use]
+    pub fn api_key(&self) -> Option<ApiKeyId> {
+        self.api_key
     }
 
     /// Returns the name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
-        &self.0
+        &self.name
     }
 
     /// Returns the user's key under the cluster's seed.
     pub fn key(&self, hash_seed: u64) -> UserKey {
-        user_key(hash_seed, &self.0)
+        user_key(hash_seed, &self.name)
     }
+}
+
+/// Returns the name, shortened if it is too long.
+fn bounded(name: Cow<'_, str>) -> String {
+    if name.len() <= NAME_BYTES_MAX {
+        return name.into_owned();
+    }
+    let cut = name.floor_char_boundary(NAME_BYTES_MAX - HASH_BYTES);
+    let hash = xxh3_64(name.as_bytes());
+    format!("{}#{hash:016x}", &name[..cut])
 }
 
 /// Whether a name has the form of one that [`UserName::bounded`] shortened.

@@ -24,6 +24,7 @@ use state::quotas::UserLimits;
 use state::ratios::TextSample;
 use state::reader_assignment::Assignment;
 use state::service::BeliefSample;
+use state::usage::UsageSource;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::fixtures::{self as common, Driver, block, chain, restored, spec};
@@ -325,6 +326,10 @@ fn learnt(backend: BackendRef) -> Command {
         release(2, LeaseOutcome::Kept),
         release(3, LeaseOutcome::Discarded),
         charge(user, 300),
+        Item::DefineSource(UsageSource {
+            key: None,
+            model: "m".to_owned(),
+        }),
         charge(user, u64::MAX),
         Item::ObserveEngine {
             backend,

@@ -228,6 +228,16 @@ impl ImageComparison<'_> {
                 &must,
             );
         }
+        let rows: BTreeSet<_> = image.usage.keys().chain(model.usage.rows.keys()).collect();
+        for row in rows {
+            let (is, must) = (image.usage.get(row), model.usage.rows.get(row));
+            self.same(
+                StatePart::Users,
+                &format!("the usage of {row:?}"),
+                &is,
+                &must,
+            );
+        }
         let must = model.users.virtual_time();
         self.same(StatePart::Users, "virtual time", &image.virtual_time, &must);
     }

@@ -8,9 +8,11 @@ use state::ids::{
 };
 use state::keys::{ApiKeySpec, SecretHash};
 use state::kv_events::{KvMode, KvPosition};
+use state::usage::NOBODY;
 use state::users::UserUsage;
 use state::{Backend, RouterState};
 
+use super::model::usage::UsageKey;
 use super::register::{RegisterKey, RegisterText};
 
 /// Contents of a replicated state at one index. Digests are equal at equal indices, so the image of
@@ -28,6 +30,8 @@ pub struct StateImage {
     pub backends: BTreeMap<String, BackendImage>,
     /// Known users by key.
     pub users: BTreeMap<UserKey, UserImage>,
+    /// Usage by day, user and source.
+    pub usage: BTreeMap<UsageKey, UserUsage>,
     /// Open leases by replica and attempt.
     pub leases: BTreeMap<(ReplicaId, AttemptId), LeaseImage>,
     /// Current session of every replica, with the last sequence numbers of its outbox and admin
@@ -152,6 +156,16 @@ impl StateImage {
             now_ms: state.now_ms(),
             backends: backends.collect(),
             users: users.collect(),
+            usage: view
+                .usage()
+                .rows()
+                .map(|row| {
+                    (
+                        (row.day, row.user.unwrap_or(NOBODY), row.source_key),
+                        row.usage,
+                    )
+                })
+                .collect(),
             leases: leases.collect(),
             sessions: sessions.collect(),
             secrets: secrets.collect(),

@@ -14,6 +14,7 @@ pub(super) const GROUPS: [(&str, &[&str]); 6] = [
             "top",
             "backend",
             "user",
+            "usage",
             "session",
             "explain",
             "decisions",

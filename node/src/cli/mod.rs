@@ -37,6 +37,7 @@ mod status;
 mod table;
 mod token;
 mod top;
+mod usage;
 mod users;
 mod watch;
 
@@ -84,6 +85,8 @@ enum CliCommand {
     Backend(backends::BackendArgs),
     /// List users; show, change or delete one
     User(users::UserArgs),
+    /// Show tokens and money by user, API key, model, day or tree of sessions
+    Usage(usage::UsageArgs),
     /// List sessions of agents; show or end a tree of them
     Session(sessions::SessionArgs),
     /// Show where a request would go or went, and why
@@ -212,6 +215,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Top(args) => block_on(top::run(args)),
         CliCommand::Backend(args) => block_on(backends::run(args)),
         CliCommand::User(args) => block_on(users::run(args)),
+        CliCommand::Usage(args) => block_on(usage::run(args)),
         CliCommand::Session(args) => block_on(sessions::run(args)),
         CliCommand::Key(args) => block_on(keys::run(args)),
         CliCommand::Settings(command) => block_on(settings::run(command)),

@@ -338,7 +338,12 @@ fn effect(key: &str) -> Effect {
         // Room for connections is allocated at start.
         "limits.max_connections" => Effect::NeedsRestart,
         "log.level" | "admin.backends_allow" => Effect::Taken,
-        _ if key.starts_with("limits.") || key.starts_with("drain.") => Effect::Taken,
+        _ if key.starts_with("prices.")
+            || key.starts_with("limits.")
+            || key.starts_with("drain.") =>
+        {
+            Effect::Taken
+        }
         _ if key.starts_with("probes.") || is_engine_key => Effect::Taken,
         _ => Effect::NeedsRestart,
     }
@@ -357,12 +362,15 @@ fn in_effect(running: &FileSettings, config: &Config, changes: &[ChangedSetting]
     FileSettings {
         stated: config.file.stated.clone(),
         local,
+        prices: config.file.prices.clone(),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+
+    use api::prices::PriceTable;
 
     use super::*;
 
@@ -375,6 +383,7 @@ mod tests {
         FileSettings {
             stated: stated.iter().cloned().collect(),
             local: local.collect(),
+            prices: PriceTable::new(),
         }
     }
 

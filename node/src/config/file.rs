@@ -26,6 +26,7 @@ use super::form::{
     Span, SpanRange, TokenizerName,
 };
 use super::identity::IdSource;
+use super::prices::PriceConfig;
 use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CorsConfig, DecisionsConfig, DrainConfig, LogConfig, RequestsConfig,
@@ -96,6 +97,8 @@ pub struct ConfigFile {
     pub splits: Vec<SplitConfig>,
     /// Backends to register at start. Later changes go through the admin API.
     pub backends: Vec<BackendConfig>,
+    /// What tokens cost, by model. See docs/guide/usage.md.
+    pub prices: Vec<PriceConfig>,
     /// Sources that add and remove backends while the cluster runs. See docs/guide/discovery.md.
     pub discovery: Vec<DiscoveryConfig>,
 }

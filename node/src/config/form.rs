@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use api::engines::backends::{AllowedEngines, EngineUrl as BaseUrl};
+use api::prices::{read_price, show_price};
 use api::prompt::TokenizerSpec;
 use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
 use api::settings;
@@ -54,6 +55,14 @@ state::forms! {
         integers: (0, Some(1)),
         read: sample,
         show: show_sample,
+    }
+    /// A price per million tokens, in millionths.
+    PriceForm: u64 = "price" {
+        pattern: r"^\d+(\.\d{1,6})?$",
+        expected: "a price up to 1000000 with at most six digits behind the point, such as \"0.15\"",
+        integers: (0, Some(1_000_000)),
+        read: read_price,
+        show: show_price,
     }
     /// IP address and port of a listener.
     Address: SocketAddr = "address" {

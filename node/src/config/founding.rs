@@ -12,6 +12,7 @@ use state::command::BackendSpec;
 use state::policy::RoutingSettings;
 
 use super::error::Place;
+use super::prices;
 use super::schema::{Section, join, sections};
 use super::{Config, POLICY_NAMES};
 
@@ -74,6 +75,7 @@ pub(super) fn file_settings(
     FileSettings {
         stated: stated.collect::<SettingValues>(),
         local: local(values, places),
+        prices: prices::table(&config.sections.prices),
     }
 }
 

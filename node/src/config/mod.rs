@@ -26,6 +26,7 @@ pub(crate) mod key_file;
 mod models;
 mod names;
 mod others;
+mod prices;
 mod print;
 mod read;
 #[cfg(test)]

@@ -23,7 +23,7 @@ impl BudgetPeriod {
 
     /// Returns the number of the period that contains the Unix time `unix_ms`: days since 1970, or
     /// months since the year 0.
-    pub(super) fn number(self, unix_ms: u64) -> u32 {
+    pub(crate) fn number(self, unix_ms: u64) -> u32 {
         let days = unix_ms / DAY_MS;
         let number = match self {
             Self::Day => days,
@@ -33,7 +33,7 @@ impl BudgetPeriod {
     }
 
     /// Returns the start of period `number`, as Unix time in milliseconds.
-    pub(super) fn begins_ms(self, number: u32) -> u64 {
+    pub(crate) fn begins_ms(self, number: u32) -> u64 {
         let days = match self {
             Self::Day => u64::from(number),
             Self::Month => first_day_of(u64::from(number)),

@@ -21,6 +21,7 @@ use crate::service::{BeliefSample, ServiceSample};
 use crate::settings::AdmissionSettings;
 use crate::streams::StreamCharge;
 use crate::trees::{NewSession, SessionRef, SessionTurn};
+use crate::usage::UsageSource;
 
 pub use crate::backends::{BackendRole, BackendSpec, EngineFacts};
 pub use crate::bounds::{
@@ -356,6 +357,8 @@ pub enum Item {
     EndSession(SessionRef),
     /// Usage of a resumable stream since its carrier's last flush, or a take-over of the stream.
     ChargeStream(Box<StreamCharge>),
+    /// Charges name requests of this API key and model by the hash of both. Repeats are harmless.
+    DefineSource(UsageSource),
 }
 
 /// Effect of an ended attempt on the engine's cache.

@@ -65,11 +65,8 @@ impl RouterState {
                 holder(attempt).is_some_and(|holder| self.release(holder, outcome))
             }
             Item::DefineUser { key, name } => self.define_user(key, &name),
-            Item::Charge(charge) => {
-                let terms = self.terms();
-                self.users
-                    .charge(replica, &charge, &terms, self.time.now_ms)
-            }
+            Item::Charge(charge) => self.charge(replica, &charge),
+            Item::DefineSource(source) => self.define_source(source),
             Item::ObserveEngine { backend, facts } => self.observe_engine(backend, facts),
             Item::KvEvents(batch) => self.kv_events(&batch),
             Item::ObserveService(sample) => self.observe_service(&sample),

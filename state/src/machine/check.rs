@@ -34,6 +34,8 @@
 //!   digest of sessions follow from the sessions and trees.
 //! - **I168** The order and the digest of resumable streams follow from their records, whose number is
 //!   within its bound.
+//! - **I172** The rows of usage and what was dropped by age add up to all usage charged. The order and
+//!   the digest follow from the rows, whose number is within its bound.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
 //! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
@@ -66,6 +68,9 @@ impl RouterState {
         self.streams
             .check()
             .map_err(|detail| broken("I168", detail))?;
+        self.usage
+            .check()
+            .map_err(|detail| broken("I172", detail))?;
         self.check_published()
     }
 

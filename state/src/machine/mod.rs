@@ -24,6 +24,7 @@ mod snapshot;
 mod streams;
 mod time;
 mod trees;
+mod usage;
 mod users;
 
 use std::sync::Arc;
@@ -47,6 +48,7 @@ use crate::reader_assignment::Readers;
 use crate::service::{AssumedCapacities, CapacityCorrections, ServiceStats};
 use crate::streams::StreamTable;
 use crate::trees::Trees;
+use crate::usage::UsageTable;
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
@@ -87,6 +89,7 @@ pub struct RouterState {
     keys: Keys,
     trees: Trees,
     streams: StreamTable,
+    usage: UsageTable,
     /// Restore in progress, if any.
     staged: Option<StagedRestore>,
     /// Backup that was read ahead of the command that switches to it, if any. It is not part of the
@@ -187,6 +190,7 @@ impl RouterState {
             keys: Keys::default(),
             trees: Trees::default(),
             streams: StreamTable::default(),
+            usage: UsageTable::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -215,6 +219,7 @@ impl RouterState {
                 self.forget_idle_restore();
                 self.trees.forget_some(self.time.now_ms);
                 self.streams.forget_some(self.time.now_ms);
+                self.forget_usage();
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
                 reply
@@ -236,6 +241,7 @@ impl RouterState {
         self.publish_keys();
         self.publish_trees();
         self.publish_streams();
+        self.publish_usage();
         self.publish_evictions();
         self.publish_for_policies();
         self.publish_users();

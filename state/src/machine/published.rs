@@ -26,6 +26,7 @@ use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
 use crate::streams::StreamsView;
 use crate::trees::TreesView;
+use crate::usage::UsageView;
 use crate::users::{RecentUsage, UsersView};
 use crate::view::BlockView;
 
@@ -48,6 +49,7 @@ pub struct StateView {
     evictions: ArcSwap<EvictionsView>,
     trees: ArcSwap<TreesView>,
     streams: ArcSwap<StreamsView>,
+    usage: ArcSwap<UsageView>,
 }
 
 impl StateView {
@@ -67,6 +69,7 @@ impl StateView {
             evictions: ArcSwap::default(),
             trees: ArcSwap::default(),
             streams: ArcSwap::default(),
+            usage: ArcSwap::default(),
         }
     }
 
@@ -160,6 +163,12 @@ impl StateView {
         self.streams.load()
     }
 
+    /// Returns the usage by day, user, API key and model, as of the applied index.
+    #[must_use]
+    pub fn usage(&self) -> Guard<Arc<UsageView>> {
+        self.usage.load()
+    }
+
     /// Returns the usage of `user` within the window; zero while no policy reads it.
     #[must_use]
     pub fn user_tokens(&self, user: UserKey) -> UserTokens {
@@ -229,6 +238,10 @@ impl StateView {
 
     pub(super) fn publish_streams(&self, streams: StreamsView) {
         self.streams.store(Arc::new(streams));
+    }
+
+    pub(super) fn publish_usage(&self, usage: UsageView) {
+        self.usage.store(Arc::new(usage));
     }
 
     pub(super) fn publish_ratios(&self, ratios: RatiosView) {

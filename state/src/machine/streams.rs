@@ -15,6 +15,7 @@ impl RouterState {
             StreamVerdict::Counts { .. } => item.charge,
             StreamVerdict::Void => Charge {
                 user: item.charge.user,
+                source: item.charge.source,
                 started: item.charge.started,
                 ended: item.charge.ended,
                 ..Charge::default()
@@ -25,10 +26,10 @@ impl RouterState {
         }
         let nothing = Charge {
             user: charge.user,
+            source: charge.source,
             ..Charge::default()
         };
-        let terms = self.terms();
-        charge == nothing || self.users.charge(replica, &charge, &terms, now_ms)
+        charge == nothing || self.charge(replica, &charge)
     }
 
     /// Publishes the resumable streams if they changed.

@@ -70,6 +70,11 @@ struct DivergentStamps {
 }
 
 impl ReplicatedTime {
+    /// Returns the calendar, in Unix milliseconds.
+    pub(super) fn calendar_ms(&self) -> u64 {
+        self.stamp_ms
+    }
+
     /// Advances the time to that of a command with the stamp `stamped_ms`.
     pub(super) fn advance(&mut self, stamped_ms: u64) {
         if *self == Self::default() {

@@ -55,6 +55,7 @@ impl RouterState {
             Some(true) => {
                 self.trees.forget_user(key);
                 self.streams.forget_user(key);
+                self.usage.forget_user(self.config.hash_seed, key);
                 self.note(origin, AuditAction::DeleteUser, name);
                 Ok(())
             }

@@ -43,6 +43,11 @@ impl TreesView {
         self.trees.get(&root)
     }
 
+    /// Iterates over all trees in ascending order of their roots.
+    pub fn trees(&self) -> impl Iterator<Item = (AgentSessionKey, &SessionTree)> {
+        self.trees.iter().map(|(root, tree)| (*root, tree))
+    }
+
     /// Iterates over all sessions in ascending order of key.
     pub fn sessions(&self) -> impl Iterator<Item = (AgentSessionKey, &AgentSession)> {
         self.sessions.iter().map(|(key, session)| (*key, session))

@@ -45,6 +45,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::budgets::BudgetStatus;
+use crate::charge::Charge;
 use crate::ids::UserKey;
 use crate::quotas::RemainingLimits;
 
@@ -71,13 +72,23 @@ pub struct UserUsage {
 }
 
 impl UserUsage {
+    /// Returns what a charge counts, with each number of tokens within its bound.
+    pub(crate) fn of(charge: &Charge) -> Self {
+        Self {
+            input_uncached: charge.input_uncached.min(CHARGE_TOKENS_MAX),
+            input_cached: charge.input_cached.min(CHARGE_TOKENS_MAX),
+            output: charge.output.min(CHARGE_TOKENS_MAX),
+            requests: u64::from(charge.started),
+        }
+    }
+
     /// Returns the number of billed tokens: those of prompts and outputs together.
     pub(crate) fn tokens(&self) -> u64 {
         let input = self.input_uncached.saturating_add(self.input_cached);
         input.saturating_add(self.output)
     }
 
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
         self.input_cached = self.input_cached.saturating_add(other.input_cached);
         self.output = self.output.saturating_add(other.output);

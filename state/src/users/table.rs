@@ -12,8 +12,8 @@ use super::map::UserMap;
 use super::recent_usage::UsageScan;
 use super::user::{User, add, take};
 use super::{
-    CHARGE_TOKENS_MAX, RecentUsage, UserDefaults, UserSettings, UserUsage, UserView, UsersView,
-    WINDOW_BUCKET_MS, WINDOW_BUCKETS,
+    RecentUsage, UserDefaults, UserSettings, UserUsage, UserView, UsersView, WINDOW_BUCKET_MS,
+    WINDOW_BUCKETS,
 };
 use crate::bounds::USERS_MAX;
 use crate::budgets::BudgetUse;
@@ -205,12 +205,7 @@ impl Users {
         terms: &ChargeTerms,
         now_ms: u64,
     ) -> bool {
-        let usage = UserUsage {
-            input_uncached: charge.input_uncached.min(CHARGE_TOKENS_MAX),
-            input_cached: charge.input_cached.min(CHARGE_TOKENS_MAX),
-            output: charge.output.min(CHARGE_TOKENS_MAX),
-            requests: u64::from(charge.started),
-        };
+        let usage = UserUsage::of(charge);
         let priced = terms.pricing.due(charge);
         let virtual_time = self.virtual_time();
         let has_queued = self.has_queued();

@@ -14,8 +14,8 @@ use state::command::{
 };
 use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{
-    AgentSessionKey, AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId,
-    SessionId, Slot, StreamCarrier, StreamId, UserKey,
+    AgentSessionKey, ApiKeyId, AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId,
+    SessionId, Slot, SourceKey, StreamCarrier, StreamId, UserKey,
 };
 use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
 use state::policy::PolicyConfig;
@@ -25,6 +25,7 @@ use state::ratios::TextSample;
 use state::service::ServiceSample;
 use state::streams::{CarriedStream, StreamCharge};
 use state::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
+use state::usage::{UsageSource, source_key};
 
 use super::common::{self, block, chain, spec};
 
@@ -120,7 +121,7 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     prop_oneof![
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
         1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 1 => block_size(), 6 => kv(),
-        6 => session(), 4 => stream(),
+        6 => session(), 4 => stream(), 1 => define_source(),
     ]
 }
 
@@ -253,6 +254,23 @@ fn kv() -> impl Strategy<Value = Item> {
     })
 }
 
+/// Returns one of four sources, the first of which stands for none.
+fn source_number(number: u64) -> SourceKey {
+    match number {
+        0 => SourceKey::OTHER,
+        _ => source_key(common::HASH_SEED, None, &format!("m{number}")),
+    }
+}
+
+/// Generates the name of a source, with an API key or without.
+fn define_source() -> impl Strategy<Value = Item> {
+    let key = prop::option::of((0_u64..2).prop_map(ApiKeyId));
+    (key, 0_u64..4).prop_map(|(key, number)| {
+        let model = format!("m{number}");
+        Item::DefineSource(UsageSource { key, model })
+    })
+}
+
 fn charge() -> impl Strategy<Value = Item> {
     let few = || 0_u32..3;
     let requests = (few(), few(), few(), few());
@@ -262,13 +280,21 @@ fn charge() -> impl Strategy<Value = Item> {
         count(),
         count(),
         requests,
-        (count(), count()),
+        (count(), count(), 0_u64..4),
     )
         .prop_map(
-            |((user, _), input_uncached, input_cached, output, requests, (advance, settled))| {
+            |(
+                (user, _),
+                input_uncached,
+                input_cached,
+                output,
+                requests,
+                (advance, settled, source),
+            )| {
                 let (started, ended, queued, dequeued) = requests;
                 Item::Charge(Charge {
                     user,
+                    source: source_number(source),
                     input_uncached,
                     input_cached,
                     output,

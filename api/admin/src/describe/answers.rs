@@ -11,6 +11,7 @@ use super::super::openapi::OpenApi;
 use super::super::probes::{MetricsAnswer, ReadinessAnswer};
 use super::super::recordings::RecordingFile;
 use super::super::stream::EventsAnswer;
+use super::super::usage::{UsageAnswer, UsageList};
 use super::super::versions::Versioned;
 use super::problems::{
     INVALID, LIMIT, NO_QUORUM, NOT_INITIALISED, OUTCOME_UNKNOWN, REFUSED, STALE_SESSION, TOO_LARGE,
@@ -117,6 +118,16 @@ impl DescribeResponse for ReadinessAnswer {
             schema,
         );
         call.answers.extend([fit, unfit]);
+    }
+}
+
+impl DescribeResponse for UsageAnswer {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        Answer::<UsageList>::describe(call, schemas);
+        call.answers.push(other(
+            "text/csv",
+            "All rows, in columns with the names of the JSON fields.",
+        ));
     }
 }
 

@@ -8,7 +8,7 @@ use super::super::describe::served;
 use super::super::{
     admission, audit, backends, backup, bins, cluster, config, console, decisions, discovery,
     explain, keys, log_level, openapi, ownership, policy, prefixes, probes, reload, replicas,
-    restore, session_trees, sessions, stream, user_defaults, users, waiting, whoami,
+    restore, session_trees, sessions, stream, usage, user_defaults, users, waiting, whoami,
 };
 use super::call::{ADMIN, OPEN, OPERATOR, SCRAPE, VIEWER, delete, get, post, put};
 use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDING, WHAT_IF};
@@ -301,6 +301,15 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             || served(users::forgive),
         )
         .fails(&[NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1/usage",
+        calls: &[get(
+            "getUsage",
+            VIEWER,
+            "Usage by user, API key, model and day, and what it costs at this replica's prices.",
+            || served(usage::show),
+        )],
     },
     RouteInfo {
         path: "/admin/v1/sessions",

@@ -15,6 +15,7 @@ mod recordings;
 mod replicas;
 mod sessions;
 mod settings;
+mod usage;
 mod users;
 mod writes;
 
@@ -37,6 +38,7 @@ use api::admission::Admission;
 use api::base::clock::Clock;
 use api::engines::backends::{Health, ProbeSettings};
 use api::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
+use api::prices::{PriceTable, TokenPrices};
 use api::prompt::ModelSettings;
 use api::proxy::ProxySettings;
 use api::readiness::Lifecycle;
@@ -404,7 +406,18 @@ fn file() -> FileSettings {
     FileSettings {
         stated: cluster.into_iter().collect(),
         local: BTreeMap::from([("listen.data".to_owned(), listen)]),
+        prices: prices(),
     }
+}
+
+/// Returns the prices in the replica's config.
+fn prices() -> PriceTable {
+    let prices = TokenPrices {
+        prompt: 150_000,
+        cached: 75_000,
+        output: 600_000,
+    };
+    PriceTable::from([("llama".to_owned(), prices)])
 }
 
 fn spec(id: &str) -> BackendSpec {

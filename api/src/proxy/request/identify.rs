@@ -155,7 +155,10 @@ pub(in crate::proxy) fn identify<'a>(
         return Ok(user(Cow::Borrowed(name), UserSource::Given));
     }
     if let Holder::Cluster(key) = holder {
-        return Ok(user(Cow::Borrowed(&*key.spec.user), UserSource::ClusterKey));
+        return Ok(IdentifiedUser {
+            name: UserName::bounded(&*key.spec.user).of_key(key.spec.id),
+            source: UserSource::ClusterKey,
+        });
     }
     let are_checked = *holder != Holder::Unchecked;
     let by_key = || match holder {

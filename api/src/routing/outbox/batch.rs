@@ -13,9 +13,9 @@ use super::{Outbox, OutstandingEnvelope, QueuedSize};
 /// Maximum sum of the upper bounds of a batch's item sizes, in bytes; leaves room for the envelope.
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
 /// Upper bound of the size of an encoded charge, in bytes.
-pub(super) const CHARGE_BYTES: usize = 112;
+pub(super) const CHARGE_BYTES: usize = 120;
 /// Upper bound of the size of an encoded charge of a stream, in bytes.
-const STREAM_CHARGE_BYTES: usize = 176;
+const STREAM_CHARGE_BYTES: usize = 184;
 /// Upper bound of the size of an encoded user definition without its name, or of engine facts
 /// without their models, in bytes.
 const FRAME_BYTES: usize = 48;

@@ -1,9 +1,13 @@
-//! Queued charges: one of each user, and one of each resumable stream of the user.
+//! Queued charges: one of each user and source, and one of each resumable stream of the user.
+//!
+//! Counts of waiting belong to no source. They join the next or present charge of the user, because a
+//! request that stops waiting and starts must do so in one step.
 
 use state::command::{Charge, Item};
-use state::ids::UserKey;
+use state::ids::{SourceKey, UserKey};
 use state::streams::{CarriedStream, StreamCharge};
 use state::trees::SessionTurn;
+use state::usage::UsageSource;
 
 use super::{CHARGED_USERS_MAX, Outbox};
 
@@ -13,6 +17,8 @@ pub(super) struct ChargeKey {
     pub(super) user: UserKey,
     /// The stream; `None` for all requests that are not resumable.
     carried: Option<CarriedStream>,
+    /// API key and model; always [`SourceKey::OTHER`] for a stream, whose charge has the source.
+    source: SourceKey,
 }
 
 impl ChargeKey {
@@ -20,6 +26,7 @@ impl ChargeKey {
         Self {
             user,
             carried: None,
+            source: SourceKey::OTHER,
         }
     }
 }
@@ -34,7 +41,10 @@ pub(super) struct QueuedCharge {
 }
 
 impl QueuedCharge {
-    pub(super) fn into_item(self, key: ChargeKey) -> Item {
+    pub(super) fn into_item(mut self, key: ChargeKey) -> Item {
+        if !counts_usage(&self.charge) {
+            self.charge.source = SourceKey::OTHER;
+        }
         let Some(carried) = key.carried else {
             return Item::Charge(self.charge);
         };
@@ -48,6 +58,11 @@ impl QueuedCharge {
     }
 }
 
+/// Whether a charge counts in a row of the usage.
+fn counts_usage(charge: &Charge) -> bool {
+    charge.started > 0 || charge.input_uncached | charge.input_cached | charge.output > 0
+}
+
 impl Outbox {
     /// Adds a charge to the queued charge of its user.
     pub fn charge(&mut self, charge: Charge) {
@@ -56,7 +71,58 @@ impl Outbox {
 
     /// Adds a charge to the queued charge of a stream, or of its user.
     pub fn charge_for(&mut self, carried: Option<CarriedStream>, charge: Charge) {
-        self.queued_charge(charge.user, carried).charge.add(&charge);
+        let key = match carried {
+            Some(_) => ChargeKey {
+                carried,
+                ..ChargeKey::of_user(charge.user)
+            },
+            None => self.key_of(&charge),
+        };
+        let waits = (key.source != SourceKey::OTHER)
+            .then(|| self.take_waits(charge.user))
+            .flatten();
+        let queued = &mut self.queued_charge(key).charge;
+        let source = match charge.source {
+            SourceKey::OTHER => queued.source,
+            source => source,
+        };
+        if let Some(waits) = waits {
+            queued.add(&waits);
+        }
+        queued.add(&charge);
+        queued.source = source;
+    }
+
+    /// Returns the key of a charge that is not a stream's. Counts without a source join any charge of
+    /// the user, and so do sources that have no room.
+    fn key_of(&self, charge: &Charge) -> ChargeKey {
+        let other = ChargeKey::of_user(charge.user);
+        let own = ChargeKey {
+            source: charge.source,
+            ..other
+        };
+        if charge.source != SourceKey::OTHER {
+            let has_room = self.charges.len() < CHARGED_USERS_MAX;
+            return match has_room || self.charges.contains_key(&own) {
+                true => own,
+                false => other,
+            };
+        }
+        let present = self.charges.range(other..).next().map(|(key, _)| *key);
+        let is_joined = |key: &ChargeKey| key.user == charge.user && key.carried.is_none();
+        present
+            .filter(|key| is_joined(key) && !counts_usage(charge))
+            .unwrap_or(other)
+    }
+
+    /// Takes the user's queued charge without a source, if it counts no usage.
+    fn take_waits(&mut self, user: UserKey) -> Option<Charge> {
+        let key = ChargeKey::of_user(user);
+        let queued = self.charges.get(&key)?;
+        if counts_usage(&queued.charge) {
+            return None;
+        }
+        self.charges.remove(&key).map(|queued| queued.charge)
     }
 
     /// Returns the stream if its charges have room in the queue.
@@ -64,6 +130,7 @@ impl Outbox {
         let key = ChargeKey {
             user,
             carried: Some(carried),
+            source: SourceKey::OTHER,
         };
         let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&key);
         has_room.then_some(carried)
@@ -71,28 +138,39 @@ impl Outbox {
 
     /// Queues that the carrier takes the stream over in this epoch.
     pub fn take_over(&mut self, user: UserKey, carried: CarriedStream, epoch: u32) {
-        self.queued_charge(user, Some(carried)).takes_over = Some(epoch);
+        self.queued_stream(user, carried).takes_over = Some(epoch);
     }
 
     /// Queues that the unused advance of the stream has become credit.
     pub fn close_stream(&mut self, user: UserKey, carried: CarriedStream) {
-        self.queued_charge(user, Some(carried)).is_closed = true;
+        self.queued_stream(user, carried).is_closed = true;
     }
 
     /// Queues the end of the session's turn that the stream is.
     pub fn end_stream_turn(&mut self, user: UserKey, carried: CarriedStream, turn: SessionTurn) {
-        self.queued_charge(user, Some(carried)).turn = Some(turn);
+        self.queued_stream(user, carried).turn = Some(turn);
     }
 
-    fn queued_charge(
-        &mut self,
-        user: UserKey,
-        carried: Option<CarriedStream>,
-    ) -> &mut QueuedCharge {
-        let queued = self.charges.entry(ChargeKey { user, carried });
-        let queued = queued.or_default();
-        queued.charge.user = user;
+    fn queued_stream(&mut self, user: UserKey, carried: CarriedStream) -> &mut QueuedCharge {
+        self.queued_charge(ChargeKey {
+            carried: Some(carried),
+            ..ChargeKey::of_user(user)
+        })
+    }
+
+    fn queued_charge(&mut self, key: ChargeKey) -> &mut QueuedCharge {
+        let queued = self.charges.entry(key).or_default();
+        queued.charge.user = key.user;
         queued
+    }
+
+    /// Queues the name of a source, unless it is queued already. Without room it is dropped, and the
+    /// next request of the source queues it again.
+    pub fn name_source(&mut self, source: UsageSource) {
+        let item = Item::DefineSource(source);
+        if !self.notes.iter().any(|(note, _)| *note == item) {
+            self.note(item);
+        }
     }
 
     /// Returns the queued charges of a user.

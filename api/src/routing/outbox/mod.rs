@@ -333,8 +333,8 @@ impl Outbox {
     /// Returns the user to charge for a request of user `name`, and queues the user's name.
     pub fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
         let user = state::prefix::user_key(hash_seed, name);
-        let has_room = self.charges.len() < CHARGED_USERS_MAX
-            || self.charges.contains_key(&ChargeKey::of_user(user));
+        let has_room =
+            self.charges.len() < CHARGED_USERS_MAX || self.queued_for(user).next().is_some();
         let (user, name) = if has_room {
             (user, name)
         } else {

@@ -14,6 +14,7 @@ pub mod streams;
 mod tests;
 pub mod texts;
 pub mod time;
+pub mod usage;
 pub mod users;
 
 use std::collections::BTreeMap;
@@ -35,6 +36,7 @@ use sessions::{Dedup, ModelSessions};
 use streams::ModelStreams;
 use texts::ModelTexts;
 use time::ModelTime;
+use usage::ModelUsage;
 use users::{ModelUsers, price};
 
 /// The state that all replicas must hold after the entries so far.
@@ -54,6 +56,8 @@ pub struct ReferenceModel {
     pub leases: BTreeMap<(ReplicaId, AttemptId), ModelLease>,
     /// Usage and counters of users.
     pub users: ModelUsers,
+    /// Usage by day, user and source.
+    pub usage: ModelUsage,
     /// Secrets of API keys, each with the user of the key.
     pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
     /// Newest known messages of KV event streams.
@@ -110,6 +114,7 @@ impl ReferenceModel {
         (self.carriers)
             .retain(|_, (_, _, used_ms)| used_ms.saturating_add(STREAM_IDLE_MS) > now_ms);
         self.users.stamp_ms = envelope.proposed_at_ms;
+        self.usage.drop_old(self.time.calendar_ms.unwrap_or(0));
         self.sessions.took(&envelope.origin, index);
         CommandEffect::Done(self.run(envelope))
     }
@@ -171,6 +176,7 @@ impl ReferenceModel {
                 let key = self.users.key(name);
                 self.carriers.retain(|stream, _| stream.user != key);
                 self.users.delete(name);
+                self.usage.forget(key);
             }
             // Simulated engines have one rank.
             Command::SetRanks { .. } => {}
@@ -202,6 +208,7 @@ impl ReferenceModel {
     fn found(&mut self, founding: &Founding) {
         self.prices = founding.fairness;
         self.users.begin(founding.hash_seed);
+        self.usage.begin(founding.hash_seed);
         self.admit_by(&founding.admission);
         self.users.set_defaults(&founding.user_defaults);
     }
@@ -221,6 +228,7 @@ impl ReferenceModel {
 
     fn admit_by(&mut self, settings: &AdmissionSettings) {
         self.charged_input = settings.charge;
+        self.usage.days = settings.usage_days;
         self.charges_otherwise |= settings.order == Order::VtcPred;
     }
 
@@ -263,6 +271,7 @@ impl ReferenceModel {
                     self.unfollow(sample.backend);
                 }
             }
+            Item::DefineSource(source) => self.usage.define(source),
             Item::ChargeStream(charge) => self.charge_stream(replica, charge),
             Item::ObserveOutputs { .. }
             | Item::BeginSession(_)
@@ -321,6 +330,7 @@ impl ReferenceModel {
     fn charge(&mut self, replica: ReplicaId, charge: &Charge) {
         let due = price(&self.prices, self.charged_input, charge);
         self.users.charge(replica, charge, due);
+        self.usage.charge(self.users.stamp_ms, charge);
     }
 
     /// Charges a user for a resumable stream. Of a carrier that has lost the stream, only requests
@@ -339,6 +349,7 @@ impl ReferenceModel {
             false => item.charge,
             true => Charge {
                 user: item.charge.user,
+                source: item.charge.source,
                 started: item.charge.started,
                 ended: item.charge.ended,
                 ..Charge::default()
@@ -350,6 +361,7 @@ impl ReferenceModel {
         let has_usage = charge
             != Charge {
                 user: charge.user,
+                source: charge.source,
                 ..Charge::default()
             };
         if has_usage {

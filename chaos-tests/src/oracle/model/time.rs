@@ -21,7 +21,7 @@ pub struct ModelTime {
     /// Replicated time, in milliseconds.
     pub now_ms: u64,
     /// Last believed stamp; `None` before the first command.
-    calendar_ms: Option<u64>,
+    pub(super) calendar_ms: Option<u64>,
     /// Later stamps that fit each other but not the calendar.
     odd: Vec<u64>,
     /// Calendar before it was set back, and the time passed since, if it may still prove right.

@@ -12,7 +12,7 @@ use state::users::{FairnessSettings, UserUsage};
 use crate::oracle::register;
 
 /// Maximum of each count in one charge. A greater count is reduced to this.
-const TOKENS_MAX: u64 = 1 << 40;
+pub(super) const TOKENS_MAX: u64 = 1 << 40;
 const DAY_MS: u64 = 24 * 3600 * 1000;
 
 /// All known users, with the defaults and the state of the fair order.

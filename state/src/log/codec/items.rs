@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream, 11 define source | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
 //! any other value, so that a later version can give them a meaning.
@@ -28,7 +28,7 @@ use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_back
 use super::kv;
 use crate::command::{Charge, Item, LeaseOutcome};
 use crate::ids::{
-    AgentSessionKey, BackendRef, BlockHash, ModelKey, StreamCarrier, StreamId, UserKey,
+    AgentSessionKey, BackendRef, BlockHash, ModelKey, SourceKey, StreamCarrier, StreamId, UserKey,
 };
 use crate::ratios::TextSample;
 use crate::service::BeliefSample;
@@ -57,6 +57,7 @@ mod rare {
     pub(super) const END_TURN: u8 = 8;
     pub(super) const END_SESSION: u8 = 9;
     pub(super) const CHARGE_STREAM: u8 = 10;
+    pub(super) const DEFINE_SOURCE: u8 = 11;
 }
 
 const KIND_BITS: u32 = 3;
@@ -136,6 +137,10 @@ impl Encode for Item {
                 put_session(encoder, *session)
             }
             Self::ChargeStream(charge) => put_stream_charge(encoder, charge),
+            Self::DefineSource(source) => {
+                put_rare(encoder, rare::DEFINE_SOURCE)?;
+                source.encode(encoder)
+            }
         }
     }
 }
@@ -260,6 +265,7 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             let charge = get_stream_charge(decoder)?;
             Ok(Item::ChargeStream(Box::new(charge)))
         }
+        rare::DEFINE_SOURCE => Decode::decode(decoder).map(Item::DefineSource),
         _ => Err(no_item(tag)),
     }
 }
@@ -416,11 +422,14 @@ fn put_release<E: Encoder>(
     put(encoder, u64::from(attempt))
 }
 
+/// Bit that says, behind those of the counts, whether a charge has a source.
+const SOURCE_PLACE: u32 = 9;
 /// Number of counts of a charge for which the tag has bits.
 const COUNTS_SHORT: usize = 5;
 
-/// Encodes a charge. If a count beyond the first five is not 0, the charge becomes a rare item: a
-/// bit set of the counts that are not 0 as an integer, the user, then these counts.
+/// Encodes a charge. If it has a source, or a count beyond the first five is not 0, the charge becomes
+/// a rare item: a bit set of the counts that are not 0 and the source as an integer, the user, the
+/// source, then these counts.
 fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
     let present = present_counts(charge);
     match u8::try_from(present)
@@ -453,14 +462,18 @@ fn counts(charge: &Charge) -> [u64; 9] {
 /// Returns the set of the counts that are not 0, as bits.
 fn present_counts(charge: &Charge) -> u16 {
     let counts = counts(charge).into_iter().enumerate();
-    counts.fold(0, |bits, (place, count)| {
+    let source = u16::from(charge.source != SourceKey::OTHER) << SOURCE_PLACE;
+    counts.fold(source, |bits, (place, count)| {
         bits | (u16::from(count != 0) << place)
     })
 }
 
-/// Encodes the user of a charge, then the counts that are not 0.
+/// Encodes the user of a charge, its source if it has one, then the counts that are not 0.
 fn put_counts<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
     charge.user.0.to_le_bytes().encode(encoder)?;
+    if charge.source != SourceKey::OTHER {
+        charge.source.encode(encoder)?;
+    }
     let mut counts = counts(charge).into_iter().filter(|count| *count != 0);
     counts.try_for_each(|count| put(encoder, count))
 }
@@ -478,10 +491,14 @@ fn get_long_charge<D: Decoder>(decoder: &mut D) -> Result<Charge, DecodeError> {
 
 /// Decodes a charge with these counts.
 fn get_charge<D: Decoder>(decoder: &mut D, present: u64) -> Result<Charge, DecodeError> {
-    if present >> 9 != 0 {
+    if present >> (SOURCE_PLACE + 1) != 0 {
         return Err(no_charge(present));
     }
     let user = get_user(decoder)?;
+    let source = match present & (1 << SOURCE_PLACE) {
+        0 => SourceKey::OTHER,
+        _ => SourceKey::decode(decoder)?,
+    };
     let mut counts = [0_u64; 9];
     for (place, count) in counts.iter_mut().enumerate() {
         if present & (1 << place) != 0 {
@@ -492,6 +509,7 @@ fn get_charge<D: Decoder>(decoder: &mut D, present: u64) -> Result<Charge, Decod
     let [started, ended, queued, dequeued, advance, settled] = rest;
     Ok(Charge {
         user,
+        source,
         input_uncached,
         input_cached,
         output,

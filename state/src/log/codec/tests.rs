@@ -14,7 +14,7 @@ use crate::command::{
 use crate::discovery::{Discovery, DiscoveryChange};
 use crate::ids::{
     AgentSessionKey, ApiKeyId, AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId,
-    RestoreId, SessionId, Slot, UserKey,
+    RestoreId, SessionId, Slot, SourceKey, UserKey,
 };
 use crate::keys::{ApiKeySpec, SecretHash};
 use crate::policy::{
@@ -24,6 +24,7 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
+use crate::usage::UsageSource;
 
 pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
@@ -246,6 +247,14 @@ fn items() -> Vec<Item> {
         },
         Item::Charge(charge),
         Item::Charge(Charge::default()),
+        Item::Charge(Charge {
+            source: SourceKey(0x50ce),
+            ..charge
+        }),
+        Item::DefineSource(UsageSource {
+            key: Some(ApiKeyId(0xabcd)),
+            model: "m".to_owned(),
+        }),
         Item::ObserveEngine {
             backend: backend(1, 1),
             facts: facts(),
@@ -320,7 +329,7 @@ fn commands_encode_to_golden_bytes() {
         golden += &format!("{}\n", hex(rest));
     }
     expect![[r#"
-        03fdefcdab896745230101fb2c01fd0068e5cf8b010000002a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c8fca0860100fc400d03000000fb0010fb1027000100fb8813000000fbe803000000000000000000
+        03fdefcdab896745230101fb2c01fd0068e5cf8b010000002a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c8fca0860100fc400d03000000fb0010fb1027000100fb88130000005cfbe803000000000000000000
         03fdefcdab896745230101fb2c01fd0068e5cf8b01000001fbbc0200
         03fdefcdab896745230101fb2c01fd0068e5cf8b010000020209
         03fdefcdab896745230101fb2c01fd0068e5cf8b01000003056770752d3114687474703a2f2f31302e302e302e313a3830303001012a01047a6f6e65016101fb307501137463703a2f2f31302e302e302e313a353535370000
@@ -334,7 +343,7 @@ fn commands_encode_to_golden_bytes() {
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000801030201
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000900fca0860100fc40420f00fc80f0fa02
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000a0001c8fca0860100fc400d0300
-        03fdefcdab896745230101fb2c01fd0068e5cf8b0100000b0000fb0010fb1027000100fb8813000000
+        03fdefcdab896745230101fb2c01fd0068e5cf8b0100000b0000fb0010fb1027000100fb88130000005c
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000cfbf40102047465616d0107000000000001fbe80300
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000d0361646101fbd00701010700000000000101fbe8030001026d2a0101
         03fdefcdab896745230101fb2c01fd0068e5cf8b0100000e03616461
@@ -368,6 +377,8 @@ fn items_encode_to_golden_bytes() {
         03efbe00000000000005616c696365
         ecedfe000000000000ac02460102
         040000000000000000
+        179d04edfe000000000000ce50000000000000ac02460102
+        5f01cdab000000000000016d
         0501010101016d0164000101
         1fcdab000000000000a846d00f
         2701028002
@@ -571,6 +582,7 @@ proptest! {
         counts: [u64; 3],
         started: u32,
         ended: u32,
+        source in prop_oneof![Just(0), any::<u64>()],
         more in prop::option::of(any::<(u32, u32, u64, u64)>()),
     ) {
         let [input_uncached, input_cached, output] = counts;
@@ -578,7 +590,7 @@ proptest! {
         let user = UserKey(user);
         let item =
             Item::Charge(Charge {
-            user, input_uncached, input_cached, output, started, ended, queued, dequeued, advance, settled,
+            source: SourceKey(source), user, input_uncached, input_cached, output, started, ended, queued, dequeued, advance, settled,
         });
         prop_assert_eq!(from_bytes::<Item, DECODE_BYTES_MAX>(&to_bytes(&item)).unwrap(), item);
     }

@@ -31,6 +31,7 @@ use crate::kv_events::FollowedImage;
 use crate::ownership::FrozenOwnership;
 use crate::streams::StreamsView;
 use crate::trees::TreesImage;
+use crate::usage::UsageView;
 use crate::users::UsersImage;
 
 /// Version of the snapshot format.
@@ -54,6 +55,7 @@ pub struct FrozenState {
     revoked: RevokedKeys,
     trees: TreesImage,
     streams: StreamsView,
+    usage: UsageView,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -111,6 +113,13 @@ impl FrozenState {
         for piece in self.streams.pieces() {
             write_section(out, tag::STREAMS, &piece)?;
         }
+        write_section(out, tag::USAGE_TOTALS, &self.usage.totals())?;
+        for piece in self.usage.source_pieces() {
+            write_section(out, tag::USAGE_SOURCES, &piece)?;
+        }
+        for piece in self.usage.row_pieces() {
+            write_section(out, tag::USAGE, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -141,6 +150,7 @@ impl RouterState {
             revoked: self.keys.revoked().clone(),
             trees: self.trees.freeze(),
             streams: self.streams.published(),
+            usage: self.usage.published(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
@@ -229,6 +239,8 @@ impl RouterState {
         self.publish_trees();
         self.streams.replaced();
         self.publish_streams();
+        self.usage.replaced();
+        self.publish_usage();
         self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
         Ok(())
@@ -300,6 +312,9 @@ impl RouterState {
             tag::TREE_SESSIONS => self.trees.restore_sessions(payload)?,
             tag::TREE_ENDINGS => self.trees.restore_endings(payload)?,
             tag::STREAMS => self.streams.restore_piece(payload)?,
+            tag::USAGE_TOTALS => self.usage.restore_totals(payload)?,
+            tag::USAGE_SOURCES => self.usage.restore_sources(payload)?,
+            tag::USAGE => self.usage.restore_piece(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             _ => return Err(format!("no section has the tag {tag}")),
         }

@@ -25,4 +25,7 @@ pub(super) const TREES: u8 = 22;
 pub(super) const TREE_SESSIONS: u8 = 23;
 pub(super) const TREE_ENDINGS: u8 = 24;
 pub(super) const STREAMS: u8 = 25;
+pub(super) const USAGE_TOTALS: u8 = 26;
+pub(super) const USAGE_SOURCES: u8 = 27;
+pub(super) const USAGE: u8 = 28;
 pub(super) const END: u8 = 255;

@@ -26,6 +26,7 @@ impl OpenAttempt {
             .ledger
             .settle(counts.user, &mut self.advance, &used, &self.pricing);
         let charge = Charge {
+            source: self.charged.source,
             started: counts.started,
             ended: counts.ended,
             ..settled
@@ -41,7 +42,10 @@ impl OpenAttempt {
         let more = expected.map_or(0, |expected| expected.outgrown(produced, &dispatcher.view));
         if more > 0 {
             let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
-            let charge = ledger.raise(user, &mut self.advance, more, pricing);
+            let charge = Charge {
+                source: self.charged.source,
+                ..ledger.raise(user, &mut self.advance, more, pricing)
+            };
             dispatcher.priced.add(pricing.due(&charge));
             outbox.charge_for(self.carried, charge);
         }

@@ -155,7 +155,10 @@ impl EarlierAttempt {
         let dispatcher = &self.dispatcher;
         dispatcher.outbox.with(|outbox| {
             let ledger = &mut outbox.ledger;
-            let charge = ledger.settle(user, &mut debt.advance, &used, &debt.pricing);
+            let charge = Charge {
+                source: self.charge.charged.source,
+                ..ledger.settle(user, &mut debt.advance, &used, &debt.pricing)
+            };
             dispatcher.priced.add(debt.pricing.due(&charge));
             outbox.charge_for(self.carried, charge);
             close_advance(outbox, (user, self.carried), debt.advance);
@@ -249,9 +252,12 @@ impl Attempt {
         if let Some(open) = &mut self.open {
             open.session = earlier.session.take();
             open.earlier = Some(earlier.charge);
-            open.charged = match planted::is(Bug::AnswerPaidAgain) {
-                true => nothing(self.user),
-                false => earlier.charge.charged,
+            open.charged = Charge {
+                source: open.charged.source,
+                ..match planted::is(Bug::AnswerPaidAgain) {
+                    true => nothing(self.user),
+                    false => earlier.charge.charged,
+                }
             };
             open.usage = earlier.charge.usage;
             open.owes = false;

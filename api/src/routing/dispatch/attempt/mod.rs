@@ -23,9 +23,10 @@ use std::sync::Arc;
 use state::Registry;
 use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
-use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, UserKey};
+use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, SourceKey, UserKey};
 use state::prefix::model_key;
 use state::streams::CarriedStream;
+use state::usage::{UsageSource, source_key};
 use tokio::time::Instant;
 
 pub(crate) use self::handover::EarlierAttempt;
@@ -191,10 +192,17 @@ impl Dispatcher {
         self.backends.sent(backend.slot, ask.model);
         let meter = self.fleet.meter(backend, &decision.name);
         let held = self.held(backend, &identity.chain, decision.matched);
+        let source = source_key(hash_seed, ask.user.api_key(), ask.model);
         let (user, advance, carried) = self.outbox.with(|outbox| {
+            if !self.view.usage().knows(source) {
+                outbox.name_source(UsageSource {
+                    key: ask.user.api_key(),
+                    model: ask.model.to_owned(),
+                });
+            }
             outbox.follow_names(registry.names_since);
             let user = outbox.payer(hash_seed, ask.user.as_str());
-            let (advance, charge) = started(outbox, user, &estimate, &pricing);
+            let (advance, charge) = started(outbox, (user, source), &estimate, &pricing);
             self.priced.add(pricing.due(&charge));
             let carried = terms.carried.and_then(|it| outbox.admits(user, it));
             outbox.charge_for(carried, charge);
@@ -224,7 +232,10 @@ impl Dispatcher {
             usage: terms.earlier.and_then(|earlier| earlier.usage),
             form: None,
             unreported_bytes: 0,
-            charged: terms.earlier.map_or(nothing(user), |it| it.charged),
+            charged: Charge {
+                source,
+                ..terms.earlier.map_or(nothing(user), |it| it.charged)
+            },
             earlier: terms.earlier,
             carried,
             owes: !begins,
@@ -474,13 +485,13 @@ impl Drop for Attempt {
 /// Returns the advance and the initial charge of a dispatch.
 fn started(
     outbox: &mut Outbox,
-    user: UserKey,
+    (user, source): (UserKey, SourceKey),
     estimate: &TokenDelta,
     pricing: &Pricing,
 ) -> (Advance, Charge) {
     let (advance, ahead) = outbox.ledger.open(user, estimate, pricing);
     let charge = Charge {
-        user,
+        source,
         started: 1,
         ..ahead
     };

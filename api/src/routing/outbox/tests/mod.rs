@@ -79,6 +79,7 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         | Item::MoveSession { .. }
         | Item::EndTurn(_)
         | Item::EndSession(_)
+        | Item::DefineSource(_)
         | Item::ChargeStream(_) => format!("note {item:?}"),
     };
     items.into_iter().map(show).collect()

@@ -1,0 +1,112 @@
+//! Usage of the cluster: tokens and requests by day, user, API key and model, for bills and reports.
+//!
+//! Each charge names a *source*, the API key and the model of its requests. `apply` adds the charge
+//! to the user's row of the day and the source, in the step in which it reaches the user's counters.
+//! So the rows and what was dropped by age add up to all that was ever charged. Days are those of
+//! UTC and follow the rule for stamps of [`crate::budgets`].
+//!
+//! Rows older than `admission.usage_days` days are dropped. There are at
+//! most [`USAGE_ROWS_MAX`]. A table that is full keeps its totals and loses detail, the oldest day
+//! first: the rows of a user become one of [`SourceKey::OTHER`], and then those of all users become
+//! one of [`NOBODY`]. A bill of a recent day is worth more than the detail of an old one.
+//!
+//! A deleted user's rows become rows of [`NOBODY`] that keep day and model, so that the fleet's use
+//! still adds up and nothing leads to the user.
+
+mod table;
+#[cfg(test)]
+mod tests;
+
+use bincode::{Decode, Encode};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::cow::PathKey;
+use crate::ids::{ApiKeyId, SourceKey, UserKey};
+
+pub(crate) use table::UsageTable;
+pub use table::{UsageRow, UsageView};
+
+/// Maximum number of rows.
+pub const USAGE_ROWS_MAX: usize = 200_000;
+/// Maximum number of sources with a name. Usage of further ones has neither key nor model.
+pub const SOURCES_MAX: usize = 16_384;
+/// Maximum number of days for which usage is kept.
+pub const USAGE_DAYS_MAX: u16 = 400;
+/// Default number of days for which usage is kept.
+pub const USAGE_DAYS_DEFAULT: u16 = 92;
+/// User of rows whose users are not known any more.
+pub const NOBODY: UserKey = UserKey(0);
+
+/// What a request was sent with: an API key and a model.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub struct UsageSource {
+    /// The cluster's API key; `None` without one.
+    pub key: Option<ApiKeyId>,
+    /// Name of the model.
+    pub model: String,
+}
+
+/// Returns the key of a source: `xxh3_64` of the API key's id, little-endian and if there is one, a
+/// byte that says whether, and the model, seeded with the cluster's `hash_seed`.
+#[must_use]
+pub fn source_key(hash_seed: u64, key: Option<ApiKeyId>, model: &str) -> SourceKey {
+    let mut bytes = Vec::with_capacity(9 + model.len());
+    bytes.extend(key.iter().flat_map(|id| id.0.to_le_bytes()));
+    bytes.push(u8::from(key.is_some()));
+    bytes.extend(model.as_bytes());
+    SourceKey(xxh3_64_with_seed(&bytes, hash_seed))
+}
+
+/// What a row counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+struct RowKey {
+    /// Days since 1970.
+    day: u32,
+    user: UserKey,
+    source: SourceKey,
+}
+
+impl PathKey for RowKey {
+    // Users and sources are hashes. Days are not, so they are multiplied (Fibonacci hashing).
+    fn path(&self) -> u64 {
+        let day = u64::from(self.day).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.user.0 ^ self.source.0.rotate_left(32) ^ day
+    }
+}
+
+/// How much detail a row has, from most to least. Rows of a day fold in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Detail {
+    Source,
+    User,
+    Day,
+}
+
+impl RowKey {
+    fn detail(&self) -> Detail {
+        match (self.user, self.source) {
+            (NOBODY, SourceKey::OTHER) => Detail::Day,
+            (_, SourceKey::OTHER) => Detail::User,
+            _ => Detail::Source,
+        }
+    }
+
+    /// Returns the row with the next lower detail.
+    fn folded(self) -> Self {
+        match self.detail() {
+            Detail::Source => Self {
+                source: SourceKey::OTHER,
+                ..self
+            },
+            Detail::User | Detail::Day => self.of_day(),
+        }
+    }
+
+    fn of_day(self) -> Self {
+        Self {
+            user: NOBODY,
+            source: SourceKey::OTHER,
+            ..self
+        }
+    }
+}
