@@ -64,7 +64,7 @@ connect = "soon"
 }
 
 #[test]
-fn six_keys_are_required_and_all_others_have_valid_defaults() {
+fn seven_keys_are_required_and_all_others_have_valid_defaults() {
     let mut required = Vec::new();
     for section in schema::sections() {
         let names = section.required.iter();
@@ -87,6 +87,7 @@ fn six_keys_are_required_and_all_others_have_valid_defaults() {
         "models.name",
         "backends.id",
         "backends.url",
+        "prices.name",
         "discovery.kind",
     ];
     assert_eq!(required, expected);
