@@ -7,12 +7,11 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use crate::bounds::{BATCH_MAX, WINDOW_MS_MAX};
+pub use crate::bounds::{BATCH_MAX, USAGE_DAYS_DEFAULT, USAGE_DAYS_MAX, WINDOW_MS_MAX};
 pub use crate::concurrency::Concurrency;
 use crate::form::{As, AsOption, MicrosOrZero, Millis, MillisOfDay, MillisOrZero, Slots};
 use crate::pricing::ChargeInput;
 use crate::reject::Rejection;
-use crate::usage::{USAGE_DAYS_DEFAULT, USAGE_DAYS_MAX};
 use crate::validate::{at_least, at_most, ensure};
 
 /// The replicated settings of `[admission]`, which `PUT /admin/v1/admission` changes.

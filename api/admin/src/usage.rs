@@ -239,13 +239,13 @@ impl Sum {
 }
 
 /// Which rows count, and how they are grouped.
-struct Selection {
+struct UsageSelection {
     columns: Columns,
     days: (Option<u32>, Option<u32>),
     user: Option<UserKey>,
 }
 
-impl Selection {
+impl UsageSelection {
     fn of(query: &UsageQuery, hash_seed: u64) -> Result<Self, Problem> {
         let columns = Columns::read(query.by.as_deref().unwrap_or("user"))?;
         let day = |field, text: &Option<String>| {
@@ -334,7 +334,7 @@ pub(super) async fn show(
         ));
     }
     let after = query.cursor.as_deref().map(group_of).transpose()?;
-    let selection = Selection::of(&query, admin.view.registry().hash_seed)?;
+    let selection = UsageSelection::of(&query, admin.view.registry().hash_seed)?;
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
     let file = admin.file.now();

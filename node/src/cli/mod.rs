@@ -85,7 +85,7 @@ enum CliCommand {
     Backend(backends::BackendArgs),
     /// List users; show, change or delete one
     User(users::UserArgs),
-    /// Show tokens and money by user, API key, model, day or tree of sessions
+    /// Show tokens and money by user, API key, model, day or tree
     Usage(usage::UsageArgs),
     /// List sessions of agents; show or end a tree of them
     Session(sessions::SessionArgs),

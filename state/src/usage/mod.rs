@@ -30,10 +30,6 @@ pub use table::{UsageRow, UsageView};
 pub const USAGE_ROWS_MAX: usize = 200_000;
 /// Maximum number of sources with a name. Usage of further ones has neither key nor model.
 pub const SOURCES_MAX: usize = 16_384;
-/// Maximum number of days for which usage is kept.
-pub const USAGE_DAYS_MAX: u16 = 400;
-/// Default number of days for which usage is kept.
-pub const USAGE_DAYS_DEFAULT: u16 = 92;
 /// User of rows whose users are not known any more.
 pub const NOBODY: UserKey = UserKey(0);
 

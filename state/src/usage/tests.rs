@@ -36,7 +36,7 @@ fn rows(table: &UsageTable) -> Vec<(u32, Option<u64>, Option<String>, u64)> {
 }
 
 #[test]
-fn usage_counts_for_the_day_of_its_stamp_and_shortly_before_for_the_day_that_began() {
+fn usage_counts_for_the_day_of_its_stamp() {
     let mut table = UsageTable::default();
     let (llama, named) = source(None, "llama");
     assert!(table.define(SEED, named));

@@ -433,7 +433,7 @@ labels = {{ zone = "{long}" }}
     let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
     let shown = shown.replace(&empty.path().display().to_string(), "KEY");
     expect![[r#"
-        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, decisions, discovery, drain, insecure, limits, listen, log, models, node, picker, probes, requests, retry, routing, sessions, splits, streams, timeouts, tls, tracing, usage, users)
+        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, decisions, discovery, drain, insecure, limits, listen, log, models, node, picker, prices, probes, requests, retry, routing, sessions, splits, streams, timeouts, tls, tracing, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
         8:13: cluster.heartbeat is "500000000000y" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)

@@ -88,6 +88,7 @@ fn seven_keys_are_required_and_all_others_have_valid_defaults() {
         "splits.model",
         "backends.id",
         "backends.url",
+        "prices.name",
         "discovery.kind",
     ];
     assert_eq!(required, expected);
