@@ -190,7 +190,6 @@ impl Dispatcher {
             .after(generated);
         let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
-        let meter = self.fleet.meter(backend, &decision.name);
         let held = self.held(backend, &identity.chain, decision.matched);
         let source = self.source_of(hash_seed, ask);
         let (user, advance, carried) = self.outbox.with(|outbox| {
@@ -216,7 +215,7 @@ impl Dispatcher {
             hidden: None,
             is_touching: decision.touch.is_due(self.session, id),
             underway,
-            meter,
+            meter: self.fleet.meter(backend, &decision.name),
             reply: ReplyChain::of(identity),
             prompt,
             learnt: self.known.sent(backend, &identity.chain, decision.matched),
