@@ -28,6 +28,6 @@ pub const USERS_MAX: usize = 1_000_000;
 /// Maximum length of a window, in milliseconds: one day.
 pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;
 /// Maximum number of days for which usage is kept.
-pub const USAGE_DAYS_MAX: u16 = 400;
+pub(crate) const USAGE_DAYS_MAX: u16 = 400;
 /// Default number of days for which usage is kept.
-pub const USAGE_DAYS_DEFAULT: u16 = 92;
+pub(crate) const USAGE_DAYS_DEFAULT: u16 = 92;

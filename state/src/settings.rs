@@ -7,7 +7,8 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use crate::bounds::{BATCH_MAX, USAGE_DAYS_DEFAULT, USAGE_DAYS_MAX, WINDOW_MS_MAX};
+pub use crate::bounds::{BATCH_MAX, WINDOW_MS_MAX};
+use crate::bounds::{USAGE_DAYS_DEFAULT, USAGE_DAYS_MAX};
 pub use crate::concurrency::Concurrency;
 use crate::form::{As, AsOption, MicrosOrZero, Millis, MillisOfDay, MillisOrZero, Slots};
 use crate::pricing::ChargeInput;

@@ -224,19 +224,7 @@ fn full_sample() -> RouterState {
             bytes: vec![1, 2, 3],
         },
         common::batch(vec![begin_session(0, 0)]),
-        common::batch(vec![
-            Item::DefineSource(UsageSource {
-                key: Some(ApiKeyId(7)),
-                model: "m".to_owned(),
-            }),
-            Item::ChargeStream(Box::new(StreamCharge::empty(
-                user_key(common::HASH_SEED, "ada"),
-                CarriedStream {
-                    stream: StreamId(5),
-                    carrier: StreamCarrier(6),
-                },
-            ))),
-        ]),
+        common::batch(source_and_stream()),
         // More sessions than one command ends.
         common::batch((1..260).map(|key| begin_session(key, 1)).collect()),
         Command::EndTree {
@@ -251,6 +239,22 @@ fn full_sample() -> RouterState {
     }
     assert_eq!(state.check(), Ok(()));
     state
+}
+
+/// Returns the name of a source, and the charge of a resumable stream.
+fn source_and_stream() -> Vec<Item> {
+    let carried = CarriedStream {
+        stream: StreamId(5),
+        carrier: StreamCarrier(6),
+    };
+    let user = user_key(common::HASH_SEED, "ada");
+    vec![
+        Item::DefineSource(UsageSource {
+            key: Some(ApiKeyId(7)),
+            model: "m".to_owned(),
+        }),
+        Item::ChargeStream(Box::new(StreamCharge::empty(user, carried))),
+    ]
 }
 
 fn begin_session(key: u64, root: u64) -> Item {

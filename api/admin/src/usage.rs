@@ -128,7 +128,6 @@ fn is_zero(tokens: &u64) -> bool {
 }
 
 /// The usage, in one of two formats.
-#[expect(clippy::large_enum_variant, reason = "there is one per request")]
 pub(super) enum UsageAnswer {
     Json(Answer<UsageList>),
     Csv(String),

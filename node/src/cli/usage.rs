@@ -81,7 +81,7 @@ fn table(rows: &[Value], total: &Value) -> String {
         .filter(|name| rows.iter().any(|row| row.get(name).is_some()))
         .collect();
     let has_money = total.get("money").is_some();
-    let mut columns: Vec<_> = shown.iter().map(|name| column(*name)).collect();
+    let mut columns: Vec<_> = shown.iter().map(|name| column(name)).collect();
     let figures = ["requests", "prompt", "cached", "output"];
     columns.extend(figures.map(|name| column(name).number()));
     if has_money {

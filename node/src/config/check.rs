@@ -12,8 +12,8 @@ use super::identity::IdSource;
 use super::read::Settings;
 use super::traffic::{AdminConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, discovery, engines, identity, key_file, models, names, prices,
-    requests, routing, tokens_file,
+    Config, certificates, cluster, discovery, engines, identity, key_file, models, names, requests,
+    routing, tokens_file,
 };
 
 /// Checks everything, adds errors to `found` and returns the config, which is only usable if there
@@ -32,7 +32,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     requests::check_sessions(&file.sessions, found);
     engines::check_probes(&file.probes, found);
     let models = models::models(&file.models, found);
-    prices::check(&file.prices, found);
+    found.unique("prices", "name", file.prices.iter().map(|it| &*it.name));
     let backends = engines::backends(&file, &models, found);
     let discovery = discovery::sources(&file.discovery, &models, found);
     let engine_keys = engines::keys(&file, found);

@@ -1,4 +1,4 @@
-//! Checks of `[[prices]]`, and the table that they become.
+//! Keys of `[[prices]]`, and the table that they become.
 
 use api::prices::{PriceTable, TokenPrices};
 use schemars::JsonSchema;
@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 
 use super::form::{As, AsOption, PriceForm};
-use super::read::Settings;
 
 /// Keys of an entry of `[[prices]]`: what a model's tokens cost, for `GET /admin/v1/usage`.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
@@ -23,11 +22,6 @@ pub struct PriceConfig {
     /// Price of a million output tokens.
     #[serde(with = "As::<PriceForm>")]
     pub output: u64,
-}
-
-/// Reports models that are listed twice.
-pub(super) fn check(prices: &[PriceConfig], found: &mut Settings) {
-    found.unique("prices", "name", prices.iter().map(|it| &*it.name));
 }
 
 /// Returns the prices by model.

@@ -137,9 +137,8 @@ impl Encode for Item {
                 put_session(encoder, *session)
             }
             Self::ChargeStream(charge) => put_stream_charge(encoder, charge),
-            Self::DefineSource(source) => {
-                put_rare(encoder, rare::DEFINE_SOURCE)?;
-                source.encode(encoder)
+            Self::DefineSource(it) => {
+                put_rare(encoder, rare::DEFINE_SOURCE).and_then(|()| it.encode(encoder))
             }
         }
     }

@@ -24,7 +24,6 @@ use crate::ratios::TextSample;
 use crate::reader_assignment::Assignment;
 use crate::service::BeliefSample;
 use crate::settings::{AdmissionSettings, UserLimits};
-use crate::usage::UsageSource;
 
 pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
@@ -247,14 +246,6 @@ fn items() -> Vec<Item> {
         },
         Item::Charge(charge),
         Item::Charge(Charge::default()),
-        Item::Charge(Charge {
-            source: SourceKey(0x50ce),
-            ..charge
-        }),
-        Item::DefineSource(UsageSource {
-            key: Some(ApiKeyId(0xabcd)),
-            model: "m".to_owned(),
-        }),
         Item::ObserveEngine {
             backend: backend(1, 1),
             facts: facts(),
@@ -377,8 +368,6 @@ fn items_encode_to_golden_bytes() {
         03efbe00000000000005616c696365
         ecedfe000000000000ac02460102
         040000000000000000
-        179d04edfe000000000000ce50000000000000ac02460102
-        5f01cdab000000000000016d
         0501010101016d0164000101
         1fcdab000000000000a846d00f
         2701028002
@@ -389,6 +378,8 @@ fn items_encode_to_golden_bytes() {
         4f000900000000000000
         5707bc0a000000000000ef0d000000000000ac028402efbe000000000000bc0314000900000000000000000000
         5700bc0a000000000000ef0d00000000000004efbe00000000000020
+        178404efbe000000000000ce5000000000000046
+        5f01cdab000000000000016d
     "#]].assert_eq(&golden);
     let batch = Command::Batch {
         base_attempt: AttemptId(1),

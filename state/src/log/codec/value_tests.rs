@@ -4,13 +4,15 @@ use expect_test::expect;
 
 use super::tests::{envelope, hex};
 use super::*;
-use crate::command::{Command, Lane, Reply};
+use crate::command::{Charge, Command, Lane, Reply};
 use crate::ids::{
-    AgentSessionKey, BackendRef, Incarnation, ModelKey, Slot, StreamCarrier, StreamId, UserKey,
+    AgentSessionKey, ApiKeyId, BackendRef, Incarnation, ModelKey, Slot, SourceKey, StreamCarrier,
+    StreamId, UserKey,
 };
 use crate::policy::PolicyConfig;
 use crate::streams::{CarriedStream, StreamCharge};
 use crate::trees::{NewSession, SessionPlace, SessionRef, SessionTurn, TurnUsage};
+use crate::usage::UsageSource;
 
 /// Lists the bytes of each policy by name, to show whether the settings of a policy have changed or
 /// an entry was inserted before another.
@@ -110,5 +112,13 @@ pub(super) fn session_items() -> Vec<Item> {
             ..stream_charge(444, 20)
         })),
         Item::ChargeStream(Box::new(stream_charge(32, 0))),
+        Item::Charge(Charge {
+            source: SourceKey(0x50ce),
+            ..stream_charge(70, 0).charge
+        }),
+        Item::DefineSource(UsageSource {
+            key: Some(ApiKeyId(0xabcd)),
+            model: "m".to_owned(),
+        }),
     ]
 }

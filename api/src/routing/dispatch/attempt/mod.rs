@@ -185,21 +185,14 @@ impl Dispatcher {
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
         let estimate = estimate(begins, &prompt, expected);
-        let before = self.load_before(backend, now);
         let generated = terms.earlier.map_or(0, |earlier| earlier.output());
-        let stopwatch = AttemptTimer::start(before, computed_here, now).after(generated);
+        let stopwatch = AttemptTimer::start(self.load_before(backend, now), computed_here, now)
+            .after(generated);
         let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
-        let meter = self.fleet.meter(backend, &decision.name);
         let held = self.held(backend, &identity.chain, decision.matched);
-        let source = source_key(hash_seed, ask.user.api_key(), ask.model);
+        let source = self.source_of(hash_seed, ask);
         let (user, advance, carried) = self.outbox.with(|outbox| {
-            if !self.view.usage().knows(source) {
-                outbox.name_source(UsageSource {
-                    key: ask.user.api_key(),
-                    model: ask.model.to_owned(),
-                });
-            }
             outbox.follow_names(registry.names_since);
             let user = outbox.payer(hash_seed, ask.user.as_str());
             let (advance, charge) = started(outbox, (user, source), &estimate, &pricing);
@@ -222,7 +215,7 @@ impl Dispatcher {
             hidden: None,
             is_touching: decision.touch.is_due(self.session, id),
             underway,
-            meter,
+            meter: self.fleet.meter(backend, &decision.name),
             reply: ReplyChain::of(identity),
             prompt,
             learnt: self.known.sent(backend, &identity.chain, decision.matched),
@@ -232,10 +225,7 @@ impl Dispatcher {
             usage: terms.earlier.and_then(|earlier| earlier.usage),
             form: None,
             unreported_bytes: 0,
-            charged: Charge {
-                source,
-                ..terms.earlier.map_or(nothing(user), |it| it.charged)
-            },
+            charged: charged_before(terms.earlier, (user, source)),
             earlier: terms.earlier,
             carried,
             owes: !begins,
@@ -250,6 +240,17 @@ impl Dispatcher {
             user,
             open: Some(Box::new(open)),
         }
+    }
+
+    /// Returns the source of a request in the usage, and queues its name if the state lacks it.
+    fn source_of(&self, hash_seed: u64, ask: &RoutingRequest<'_>) -> SourceKey {
+        let key = ask.user.api_key();
+        let source = source_key(hash_seed, key, ask.model);
+        if !self.view.usage().knows(source) {
+            let model = ask.model.to_owned();
+            (self.outbox).with(|outbox| outbox.name_source(UsageSource { key, model }));
+        }
+        source
     }
 
     /// Returns the load of `backend` without the request that has just taken a place there.
@@ -507,6 +508,14 @@ fn estimate(begins: bool, prompt: &PromptSize, expected: Option<ExpectedOutput>)
         input_uncached: prompt.tokens - prompt.predicted,
         input_cached: prompt.predicted,
         output: expected.map_or(0, |expected| expected.tokens()),
+    }
+}
+
+/// Returns what earlier attempts have charged, from now on for this source.
+fn charged_before(earlier: Option<EarlierCharge>, (user, source): (UserKey, SourceKey)) -> Charge {
+    Charge {
+        source,
+        ..earlier.map_or(nothing(user), |it| it.charged)
     }
 }
 
