@@ -101,6 +101,7 @@ mod tests {
             batching: Batching::Static,
             bin_batch_max: vec![64, 8],
             inter_token_us: 25_500,
+            usage_days: 7,
         };
         // What `state` takes and a config file would not say.
         let extreme = AdmissionSettings {
