@@ -105,7 +105,7 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
 async fn a_changed_config_has_no_effect_until_applied() {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
-    let replica = restarted(&dir, &engines).await;
+    let replica = Box::pin(restarted(&dir, &engines)).await;
     let ((http, url), at) = (started(&replica).await, replica.addresses);
     let (_, told) = http.get(&url).await;
     assert_eq!(told["differences"], json!(DIFFERING), "{told}");
