@@ -101,6 +101,7 @@ mod tests {
             batching: Batching::Static,
             bin_batch_max: vec![64, 8],
             inter_token_us: 25_500,
+            usage_days: 7,
         };
         // What `state` takes and a config file would not say.
         let extreme = AdmissionSettings {
@@ -140,7 +141,7 @@ mod tests {
             concurrency is 0 (expected an integer from 1 to 65536, "adaptive" or "unlimited")
             max_queue is "many" (expected an integer from 1 to 4294967295)
             max_wait is 5 (expected a duration from 1ms to 49days, such as "20ms" or "1m 30s")
-            max_age is an unknown key (expected one of batching, bin_batch_max, bin_max_age, bin_selection, bins, charge, concurrency, inter_token, max_queue, max_wait, order)
+            max_age is an unknown key (expected one of batching, bin_batch_max, bin_max_age, bin_selection, bins, charge, concurrency, inter_token, max_queue, max_wait, order, usage_days)
             inter_token is "2h" (expected a duration up to 1h, such as "25ms")
             bins is 65 (expected an integer from 1 to 64)"#]].assert_eq(&faults.join("\n"));
     }

@@ -156,16 +156,7 @@ impl StateImage {
             now_ms: state.now_ms(),
             backends: backends.collect(),
             users: users.collect(),
-            usage: view
-                .usage()
-                .rows()
-                .map(|row| {
-                    (
-                        (row.day, row.user.unwrap_or(NOBODY), row.source_key),
-                        row.usage,
-                    )
-                })
-                .collect(),
+            usage: usage_of(state),
             leases: leases.collect(),
             sessions: sessions.collect(),
             secrets: secrets.collect(),
@@ -188,6 +179,15 @@ impl StateImage {
                 .collect(),
         }
     }
+}
+
+fn usage_of(state: &RouterState) -> BTreeMap<UsageKey, UserUsage> {
+    let (view, mut usage) = (state.view(), BTreeMap::new());
+    for row in view.usage().rows() {
+        let user = row.user.unwrap_or(NOBODY);
+        usage.insert((row.day, user, row.source_key), row.usage);
+    }
+    usage
 }
 
 impl BackendImage {

@@ -331,7 +331,7 @@ fn a_routed_prefix_matches_before_and_after_commit() {
     assert_eq!((row.matched_applied, row.matched), (0, 62));
     assert_eq!(
         (explained.overlay_runs, explained.outbox.queued_items),
-        (1, 4)
+        (1, 5)
     );
     bench.flush();
     let applied = bench.decide(&first, &[]).unwrap();
@@ -550,7 +550,7 @@ fn metrics_count_predictions_and_attempt_ends() {
         "quorate_prefix_prompt_tokens_total{backend=\"b0\"} 200",
         "quorate_prefix_predicted_tokens_total{backend=\"b0\",learnt=\"here\"} 96",
         "quorate_prefix_cached_tokens_total{backend=\"b0\"} 180",
-        "quorate_state_outbox_items 6",
+        "quorate_state_outbox_items 7",
         "quorate_state_outbox_dropped_total 0",
     ] {
         assert!(text.lines().any(|shown| shown == line), "{line} in\n{text}");
