@@ -122,16 +122,23 @@ async fn replace(old: u8, new: Option<u8>, write: WriteArgs) -> anyhow::Result<E
             ids.join(", ")
         );
     };
-    if lost["is_connected"] == true {
-        bail!("replica {old} answers: stop it, or use `quorate member remove {old}`");
-    }
+    // A member may be found to answer only after a moment.
+    let must_be_lost = |old_member: &Value| {
+        if old_member["is_connected"] == true {
+            bail!("replica {old} answers: stop it, or use `quorate member remove {old}`");
+        }
+        Ok(())
+    };
+    must_be_lost(lost)?;
     let new = match new.or_else(|| ids().max()?.checked_add(1)) {
         Some(new) if new != old => new,
         _ => bail!("expected --as with an id from 1 to 255 that no replica ever had"),
     };
     let joined = async || -> anyhow::Result<Value> {
         let cluster = target.get("/admin/v1/cluster").await?;
-        Ok(cluster["members"][new.to_string()].clone())
+        let members = &cluster["members"];
+        must_be_lost(&members[old.to_string()])?;
+        Ok(members[new.to_string()].clone())
     };
     let mut found = joined().await?;
     if found.is_null() {
