@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::access::key;
 use super::client_ledger::{AnsweredRequest, UserTotals};
-use super::load::{RunningLoad, charged};
+use super::load::{RunningLoad, charged, used};
 use super::{ProcessCluster, until};
 
 /// Number of recent prompts that are queried at every replica.
@@ -74,7 +74,28 @@ async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow:
     }
     let settled = settled_counters(cluster).await?;
     load.ledger().compare(&settled)?;
+    check_usage(cluster).await?;
     load.ledger().begin_account(settled);
+    Ok(())
+}
+
+/// Checks at every running replica that the usage by day, key and model adds up to the users'
+/// counters. Both must be at rest.
+///
+/// # Errors
+/// Describes the first difference.
+pub async fn check_usage(cluster: &ProcessCluster) -> anyhow::Result<()> {
+    let none = UserTotals::default();
+    for number in cluster.up() {
+        let mut charged = charged(cluster, number).await?;
+        charged.retain(|_, totals| *totals != none);
+        let used = used(cluster, number).await?;
+        ensure!(
+            used == charged,
+            "replica {}: usage adds up to {used:?}, users were charged {charged:?}",
+            number + 1
+        );
+    }
     Ok(())
 }
 

@@ -338,16 +338,49 @@ pub async fn charged(
 ) -> anyhow::Result<BTreeMap<String, UserTotals>> {
     let shown = cluster.get(replica, "/admin/v1/users?limit=1000").await?;
     let users = shown["users"].as_array().context("no list of users")?;
-    let usage = |user: &Value| {
-        let of = |field: &str| user["total"][field].as_u64().unwrap_or(0);
-        let usage = UserTotals {
-            requests: of("requests"),
-            uncached: of("input_uncached"),
-            cached: of("input_cached"),
-            output: of("output"),
-        };
-        let name = user["name"].as_str().unwrap_or_default().to_owned();
-        (name, usage)
-    };
+    let usage = |user: &Value| (name_of(user, "name"), totals(&user["total"]));
     Ok(users.iter().map(usage).collect())
+}
+
+/// Queries all users' usage of all days, keys and models from one replica's admin API, and adds up
+/// the rows of each user.
+///
+/// # Errors
+/// If the replica does not respond.
+pub async fn used(
+    cluster: &ProcessCluster,
+    replica: usize,
+) -> anyhow::Result<BTreeMap<String, UserTotals>> {
+    let path = "/admin/v1/usage?by=user,key,model,day&limit=10000";
+    let shown = cluster.get(replica, path).await?;
+    let rows = shown["usage"].as_array().context("no list of usage")?;
+    let mut users: BTreeMap<String, UserTotals> = BTreeMap::new();
+    for row in rows {
+        let user = users.entry(name_of(row, "user")).or_default();
+        let UserTotals {
+            requests,
+            uncached,
+            cached,
+            output,
+        } = totals(row);
+        user.requests += requests;
+        user.uncached += uncached;
+        user.cached += cached;
+        user.output += output;
+    }
+    Ok(users)
+}
+
+fn name_of(shown: &Value, field: &str) -> String {
+    shown[field].as_str().unwrap_or_default().to_owned()
+}
+
+fn totals(shown: &Value) -> UserTotals {
+    let of = |field: &str| shown[field].as_u64().unwrap_or(0);
+    UserTotals {
+        requests: of("requests"),
+        uncached: of("input_uncached"),
+        cached: of("input_cached"),
+        output: of("output"),
+    }
 }

@@ -27,6 +27,7 @@ use rand::{Rng as _, SeedableRng as _};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use super::checks::check_usage;
 use super::load::charged;
 use super::waiting::PATIENCE;
 use super::{ClusterOptions, ProcessCluster, until_within};
@@ -238,5 +239,7 @@ async fn at_rest(cluster: &ProcessCluster, clients: &StreamClients) -> Vec<Strin
             differences.push(format!("replica {}: {error:#}: {how}", number + 1));
         }
     }
+    let usage = check_usage(cluster).await;
+    differences.extend(usage.err().map(|error| format!("{error:#}")));
     differences
 }
