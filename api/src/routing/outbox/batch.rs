@@ -136,7 +136,7 @@ impl Outbox {
         }
     }
 
-    fn next_charge(&mut self) -> Option<Item> {
+    pub(super) fn next_charge(&mut self) -> Option<Item> {
         let after = (Bound::Excluded(self.last_charged), Bound::Unbounded);
         let next = self.charges.range(after).next();
         let (&key, _) = next.or_else(|| self.charges.first_key_value())?;

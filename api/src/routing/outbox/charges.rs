@@ -1,7 +1,8 @@
 //! Queued charges: one of each user and source, and one of each resumable stream of the user.
 //!
 //! Counts of waiting belong to no source. They join the next or present charge of the user, because a
-//! request that stops waiting and starts must do so in one step.
+//! request that stops waiting and starts must do so in one step. One queued charge has all of them,
+//! because charges are written in any order, and a wait must not end before it has begun.
 
 use state::command::{Charge, Item};
 use state::ids::{SourceKey, UserKey};
@@ -58,6 +59,11 @@ impl QueuedCharge {
     }
 }
 
+/// Whether a charge has counts of waiting.
+fn has_waits(charge: &Charge) -> bool {
+    charge.queued > 0 || charge.dequeued > 0
+}
+
 /// Whether a charge counts in a row of the usage.
 fn counts_usage(charge: &Charge) -> bool {
     charge.started > 0 || charge.input_uncached | charge.input_cached | charge.output > 0
@@ -71,30 +77,39 @@ impl Outbox {
 
     /// Adds a charge to the queued charge of a stream, or of its user.
     pub fn charge_for(&mut self, carried: Option<CarriedStream>, charge: Charge) {
-        let key = match carried {
-            Some(_) => ChargeKey {
-                carried,
-                ..ChargeKey::of_user(charge.user)
-            },
-            None => self.key_of(&charge),
+        let Some(carried) = carried else {
+            return self.charge_source(&charge);
         };
-        let waits = (key.source != SourceKey::OTHER)
-            .then(|| self.take_waits(charge.user))
-            .flatten();
-        let queued = &mut self.queued_charge(key).charge;
+        let queued = &mut self.queued_stream(charge.user, carried).charge;
         let source = match charge.source {
             SourceKey::OTHER => queued.source,
             source => source,
         };
-        if let Some(waits) = waits {
-            queued.add(&waits);
-        }
         queued.add(&charge);
         queued.source = source;
     }
 
-    /// Returns the key of a charge that is not a stream's. Counts without a source join any charge of
-    /// the user, and so do sources that have no room.
+    fn charge_source(&mut self, charge: &Charge) {
+        let key = self.key_of(charge);
+        let mut all = *charge;
+        if key.source == SourceKey::OTHER && counts_usage(charge) {
+            let folded: Vec<ChargeKey> =
+                self.keys_of(charge.user).filter(|it| *it != key).collect();
+            let folded = folded.iter().filter_map(|it| self.charges.remove(it));
+            folded.for_each(|it| all.add(&it.charge));
+        } else if counts_usage(charge) {
+            let (queued, dequeued) = self.take_waits(key);
+            all.queued = all.queued.saturating_add(queued);
+            all.dequeued = all.dequeued.saturating_add(dequeued);
+        }
+        let found = &mut self.queued_charge(key).charge;
+        found.add(&all);
+        found.source = key.source;
+    }
+
+    /// Returns the key of a charge that is not a stream's. Counts of waiting join those of the user
+    /// that are queued, or else any charge. Without room for another source all of the user's charges
+    /// become one, until it is written: a request's end must not be written before its start.
     fn key_of(&self, charge: &Charge) -> ChargeKey {
         let other = ChargeKey::of_user(charge.user);
         let own = ChargeKey {
@@ -102,27 +117,53 @@ impl Outbox {
             ..other
         };
         if charge.source != SourceKey::OTHER {
-            let has_room = self.charges.len() < CHARGED_USERS_MAX;
-            return match has_room || self.charges.contains_key(&own) {
+            let is_folded = self
+                .charges
+                .get(&other)
+                .is_some_and(|it| counts_usage(&it.charge));
+            let has_room =
+                self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&own);
+            return match has_room && !is_folded {
                 true => own,
                 false => other,
             };
         }
-        let present = self.charges.range(other..).next().map(|(key, _)| *key);
-        let is_joined = |key: &ChargeKey| key.user == charge.user && key.carried.is_none();
-        present
-            .filter(|key| is_joined(key) && !counts_usage(charge))
+        if counts_usage(charge) {
+            return other;
+        }
+        let holds_waits = |key: &ChargeKey| has_waits(&self.charges[key].charge);
+        let holder = self.keys_of(charge.user).find(holds_waits);
+        holder
+            .or_else(|| self.keys_of(charge.user).next())
             .unwrap_or(other)
     }
 
-    /// Takes the user's queued charge without a source, if it counts no usage.
-    fn take_waits(&mut self, user: UserKey) -> Option<Charge> {
-        let key = ChargeKey::of_user(user);
-        let queued = self.charges.get(&key)?;
-        if counts_usage(&queued.charge) {
-            return None;
+    /// Returns the keys of the user's queued charges that are not a stream's.
+    fn keys_of(&self, user: UserKey) -> impl Iterator<Item = ChargeKey> {
+        let keys = self.charges.range(ChargeKey::of_user(user)..);
+        let keys = keys.map(|(key, _)| *key);
+        keys.take_while(move |key| key.user == user && key.carried.is_none())
+    }
+
+    /// Takes the user's queued counts of waiting from other charges than that at `key`. So one charge
+    /// has all of them, and no batch can end a wait before its beginning.
+    fn take_waits(&mut self, key: ChargeKey) -> (u32, u32) {
+        let is_holder = |it: &ChargeKey| *it != key && has_waits(&self.charges[it].charge);
+        let Some(holder) = self.keys_of(key.user).find(is_holder) else {
+            return (0, 0);
+        };
+        let charge = &mut self.queued_charge(holder).charge;
+        let waits = (charge.queued, charge.dequeued);
+        (charge.queued, charge.dequeued) = (0, 0);
+        let empty = Charge {
+            user: charge.user,
+            source: charge.source,
+            ..Charge::default()
+        };
+        if *charge == empty {
+            self.charges.remove(&holder);
         }
-        self.charges.remove(&key).map(|queued| queued.charge)
+        waits
     }
 
     /// Returns the stream if its charges have room in the queue.

@@ -21,6 +21,7 @@ use crate::base::clock::Clock;
 use crate::ports::ProposeError;
 use crate::routing::fixture::{Fault, Log, Port};
 
+mod charges;
 mod commits;
 mod driver;
 
