@@ -117,10 +117,11 @@ impl Dispatcher {
                 stream: carried.stream,
                 user: outbox.payer(registry.hash_seed, user.as_str()),
             };
+            outbox.admits(key.user, carried)?;
             let known = self.view.streams().record(key).map_or(0, |it| it.epoch);
             outbox.take_over(key.user, carried, known.saturating_add(1));
-            (key, outbox.commit_of(key.user))
-        });
+            Some((key, outbox.commit_of(key.user)))
+        })?;
         self.outbox.flush_soon();
         let index: LogIndex = commit?.await.ok()?;
         while self.view.applied() < index {
