@@ -204,11 +204,7 @@ struct Sum {
 
 impl Sum {
     fn add(&mut self, other: &Self) {
-        let (sum, more) = (&mut self.usage, &other.usage);
-        sum.input_uncached = sum.input_uncached.saturating_add(more.input_uncached);
-        sum.input_cached = sum.input_cached.saturating_add(more.input_cached);
-        sum.output = sum.output.saturating_add(more.output);
-        sum.requests = sum.requests.saturating_add(more.requests);
+        self.usage.add(&other.usage);
         self.money += other.money;
         self.unpriced = self.unpriced.saturating_add(other.unpriced);
     }
@@ -216,13 +212,12 @@ impl Sum {
     /// Returns this usage of a model, with what it costs.
     fn of(usage: UserUsage, model: Option<&str>, prices: &PriceTable) -> Self {
         let prices = model.and_then(|model| prices.get(model));
-        let input = usage.input_uncached.saturating_add(usage.input_cached);
         Self {
             usage,
             money: prices.map(|it| it.of(&usage)).unwrap_or_default(),
             unpriced: match prices {
                 Some(_) => 0,
-                None => input.saturating_add(usage.output),
+                None => usage.tokens(),
             },
         }
     }

@@ -34,7 +34,8 @@ pub struct UserTotals {
 }
 
 impl UserTotals {
-    fn add(&mut self, other: &Self) {
+    /// Adds the counts of `other`.
+    pub(in crate::processes) fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.uncached += other.uncached;
         self.cached += other.cached;

@@ -357,16 +357,7 @@ pub async fn used(
     let mut users: BTreeMap<String, UserTotals> = BTreeMap::new();
     for row in rows {
         let user = users.entry(name_of(row, "user")).or_default();
-        let UserTotals {
-            requests,
-            uncached,
-            cached,
-            output,
-        } = totals(row);
-        user.requests += requests;
-        user.uncached += uncached;
-        user.cached += cached;
-        user.output += output;
+        user.add(&totals(row));
     }
     Ok(users)
 }

@@ -78,7 +78,11 @@ impl UsageTable {
         if self.sources.len() >= SOURCES_MAX {
             self.forget_sources();
         }
-        self.sources.len() < SOURCES_MAX && self.add_source(key, source)
+        let has_room = self.sources.len() < SOURCES_MAX;
+        if has_room {
+            self.add_source(key, source);
+        }
+        has_room
     }
 
     /// Adds usage of a user at the Unix time `unix_ms` to the row of the day and source.
@@ -200,11 +204,10 @@ impl UsageTable {
         before.unwrap_or_default()
     }
 
-    fn add_source(&mut self, key: SourceKey, source: UsageSource) -> bool {
+    fn add_source(&mut self, key: SourceKey, source: UsageSource) {
         self.digest = self.digest.wrapping_add(hash(&(key, &source)));
         Arc::make_mut(&mut self.sources).insert(key, source);
         self.is_changed = true;
-        true
     }
 
     /// Removes the sources without rows, if a row went since this was last done.

@@ -83,12 +83,14 @@ impl UserUsage {
     }
 
     /// Returns the number of billed tokens: those of prompts and outputs together.
-    pub(crate) fn tokens(&self) -> u64 {
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
         let input = self.input_uncached.saturating_add(self.input_cached);
         input.saturating_add(self.output)
     }
 
-    pub(crate) fn add(&mut self, other: &Self) {
+    /// Adds other usage, saturating.
+    pub fn add(&mut self, other: &Self) {
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
         self.input_cached = self.input_cached.saturating_add(other.input_cached);
         self.output = self.output.saturating_add(other.output);

@@ -463,10 +463,7 @@ impl StreamClients {
 
 fn add(to: &Mutex<BTreeMap<String, UserTotals>>, user: &str, cost: &UserTotals) {
     let mut users = to.lock().unwrap_or_else(PoisonError::into_inner);
-    let totals = users.entry(user.to_owned()).or_default();
-    totals.requests += cost.requests;
-    totals.uncached += cost.uncached;
-    totals.output += cost.output;
+    users.entry(user.to_owned()).or_default().add(cost);
 }
 
 /// Returns the numbers of input and output tokens.
