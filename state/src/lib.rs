@@ -17,6 +17,7 @@ pub mod discovery;
 mod encoding;
 mod error;
 pub mod form;
+mod held;
 pub mod ids;
 pub mod keys;
 pub mod kv_events;

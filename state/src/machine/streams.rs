@@ -7,7 +7,7 @@ use crate::streams::{StreamCharge, StreamVerdict};
 
 impl RouterState {
     /// Charges a user for a stream, and notes it in the stream's record. Of a void charge, only the
-    /// requests count that started or ended. Returns whether the charge was in order.
+    /// requests count that waited, started or ended. Returns whether the charge was in order.
     pub(super) fn charge_stream(&mut self, replica: ReplicaId, item: &StreamCharge) -> bool {
         let now_ms = self.time.now_ms;
         let verdict = self.streams.charge(item, now_ms);
@@ -16,6 +16,8 @@ impl RouterState {
             StreamVerdict::Void => Charge {
                 user: item.charge.user,
                 source: item.charge.source,
+                queued: item.charge.queued,
+                dequeued: item.charge.dequeued,
                 started: item.charge.started,
                 ended: item.charge.ended,
                 ..Charge::default()
@@ -80,10 +82,11 @@ mod tests {
         assert!(state.charge_stream(ReplicaId(2), &next));
         let mut late = charge(1, 3);
         (late.charge.ended, late.turn) = (1, turn(13));
+        late.charge.queued = 1;
         assert!(state.charge_stream(ReplicaId(1), &late));
         let user = state.users.get(USER, 0).unwrap();
         assert_eq!((user.total.output, user.total.requests), (15, 2));
-        assert_eq!(user.in_flight, 1);
+        assert_eq!((user.in_flight, user.waiting), (1, 1));
         let streams = state.streams.published();
         let record = streams.record(first.key()).unwrap();
         assert_eq!(record.turn.unwrap().output, 15);

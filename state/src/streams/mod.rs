@@ -11,8 +11,9 @@
 //! reached it. So one that was given up, and is applied late, takes nothing from its successor, which
 //! tries again with a higher epoch if it comes second.
 //!
-//! A record is kept for [`STREAM_IDLE_MS`] after its last use. There are at most [`STREAMS_MAX`]; the
-//! one unused for longest makes room. A stream without a record is charged from its beginning.
+//! A record is kept for [`STREAM_IDLE_MS`] after its last use. There are at most [`STREAMS_MAX`]. The
+//! one unused for longest makes room: of all users, or of the one with the most streams if that one
+//! holds a sixteenth of them. A stream without a record is charged from its beginning.
 //! Records belong to a user, so nobody can touch another's.
 
 mod table;

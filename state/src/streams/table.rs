@@ -8,11 +8,14 @@ use super::{STREAM_IDLE_MS, STREAMS_MAX, StreamCharge, StreamKey, StreamRecord};
 use crate::charge::Charge;
 use crate::cow::CowMap;
 use crate::encoding;
+use crate::held::HeldCounts;
 use crate::ids::{StreamCarrier, StreamId, UserKey};
 use crate::trees::TurnUsage;
 
 /// Maximum number of idle records that one command forgets, so that none takes long.
 const IDLE_ENDS_PER_COMMAND: usize = 64;
+/// Part of the table that a user may hold before it makes room for others, as a divisor.
+const SHARE_DIVISOR: usize = 16;
 /// Maximum number of records in one section of a snapshot.
 const STREAMS_PER_PIECE: usize = 4096;
 
@@ -27,11 +30,45 @@ pub(crate) enum StreamVerdict {
     Void,
 }
 
+/// The records in the orders in which they are searched. They follow from the records, so snapshots
+/// leave them out.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct StreamOrders {
+    /// Records by time of last use.
+    by_use: BTreeSet<(u64, StreamKey)>,
+    /// Those of each user in the same order.
+    by_user: BTreeSet<(UserKey, u64, StreamKey)>,
+    held: HeldCounts,
+}
+
+impl StreamOrders {
+    fn insert(&mut self, key: StreamKey, used_ms: u64) {
+        self.by_use.insert((used_ms, key));
+        self.by_user.insert((key.user, used_ms, key));
+        self.held.add(key.user);
+    }
+
+    fn remove(&mut self, key: StreamKey, used_ms: u64) {
+        self.by_use.remove(&(used_ms, key));
+        self.by_user.remove(&(key.user, used_ms, key));
+        self.held.remove(key.user);
+    }
+
+    /// Iterates over the streams of a user, the one unused for longest first.
+    fn of_user(&self, user: UserKey) -> impl Iterator<Item = StreamKey> {
+        let first = StreamKey {
+            stream: StreamId(0),
+            user: UserKey(0),
+        };
+        let from = self.by_user.range((user, 0, first)..);
+        from.take_while(move |it| it.0 == user).map(|it| it.2)
+    }
+}
+
 /// Table of all resumable streams.
 pub(crate) struct StreamTable {
     records: StreamMap,
-    /// Records by time of last use.
-    idle: BTreeSet<(u64, StreamKey)>,
+    orders: StreamOrders,
     /// Wrapping sum of the hashes of all records.
     digest: u128,
     records_max: usize,
@@ -48,7 +85,7 @@ impl StreamTable {
     pub(super) fn with_bound(records_max: usize) -> Self {
         Self {
             records: StreamMap::new(),
-            idle: BTreeSet::new(),
+            orders: StreamOrders::default(),
             digest: 0,
             records_max,
             is_changed: false,
@@ -95,7 +132,7 @@ impl StreamTable {
         };
         record.turn = item.turn.map(|turn| turn.usage).or(turn);
         if before.is_none() && self.records.len() >= self.records_max {
-            self.forget_idlest();
+            self.make_room();
         }
         self.set(key, Some(record));
         StreamVerdict::Counts { turn }
@@ -104,7 +141,7 @@ impl StreamTable {
     /// Forgets streams unused for too long, a bounded number.
     pub(crate) fn forget_some(&mut self, now_ms: u64) {
         for _ in 0..IDLE_ENDS_PER_COMMAND {
-            match self.idle.first() {
+            match self.orders.by_use.first() {
                 Some((used_ms, _)) if used_ms.saturating_add(STREAM_IDLE_MS) <= now_ms => {
                     self.forget_idlest();
                 }
@@ -115,13 +152,25 @@ impl StreamTable {
 
     /// Forgets the streams of a user that is deleted.
     pub(crate) fn forget_user(&mut self, user: UserKey) {
-        let theirs = self.idle.iter().filter(|(_, key)| key.user == user);
-        let theirs: Vec<StreamKey> = theirs.map(|(_, key)| *key).collect();
+        let theirs: Vec<StreamKey> = self.orders.of_user(user).collect();
         theirs.into_iter().for_each(|key| self.set(key, None));
     }
 
+    /// Forgets a stream of a full table: the one unused for longest of the user with the most if that
+    /// user holds a share of the table, else of all.
+    fn make_room(&mut self) {
+        let share = self.records_max / SHARE_DIVISOR;
+        match self.orders.held.most(share) {
+            Some(user) => {
+                let key = self.orders.of_user(user).next();
+                key.into_iter().for_each(|key| self.set(key, None));
+            }
+            None => self.forget_idlest(),
+        }
+    }
+
     fn forget_idlest(&mut self) {
-        if let Some((_, key)) = self.idle.first().copied() {
+        if let Some((_, key)) = self.orders.by_use.first().copied() {
             self.set(key, None);
         }
     }
@@ -131,11 +180,11 @@ impl StreamTable {
         let hash = |record: &StreamRecord| xxh3_128(&encoding::to_bytes(&(key, record)));
         let before = self.records.remove(&key);
         if let Some(before) = &before {
-            self.idle.remove(&(before.used_ms, key));
+            self.orders.remove(key, before.used_ms);
             self.digest = self.digest.wrapping_sub(hash(before));
         }
         if let Some(record) = record {
-            self.idle.insert((record.used_ms, key));
+            self.orders.insert(key, record.used_ms);
             self.digest = self.digest.wrapping_add(hash(&record));
             self.records.insert_new(key, record);
         }
@@ -184,7 +233,7 @@ impl StreamTable {
         for piece in self.published().pieces() {
             rebuilt.restore_piece(&piece)?;
         }
-        let same = rebuilt.digest == self.digest && rebuilt.idle == self.idle;
+        let same = rebuilt.digest == self.digest && rebuilt.orders == self.orders;
         let fault = || "order or digest of streams differ from the streams".to_owned();
         same.then_some(()).ok_or_else(fault)
     }

@@ -247,6 +247,25 @@ fn streams_unused_for_long_are_forgotten_and_the_idlest_makes_room() {
 }
 
 #[test]
+fn a_user_with_many_streams_makes_room_for_others() {
+    let mut table = StreamTable::with_bound(32);
+    table.charge(&charge(1, 0, 1, 1), 0);
+    for stream in 0..31 {
+        table.charge(&charge(2, stream, 1, 1), 1);
+    }
+    for user in 3..6 {
+        table.charge(&charge(user, 0, 1, 1), 2);
+    }
+    assert!((0..3).all(|stream| record(&table, 2, stream).is_none()));
+    assert!(
+        [1, 3, 4, 5]
+            .iter()
+            .all(|user| record(&table, *user, 0).is_some())
+    );
+    table.check().unwrap();
+}
+
+#[test]
 fn a_take_over_that_comes_late_takes_nothing() {
     let mut table = StreamTable::default();
     table.charge(&charge(1, 1, 1, 10), 0);

@@ -1,8 +1,9 @@
 //! Orders of all sessions. Everything here follows from the sessions, so snapshots leave it out.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use super::AgentSession;
+use crate::held::HeldCounts;
 use crate::ids::{AgentSessionKey, UserKey};
 
 /// Length of the periods to which orders round the last use of sessions, in milliseconds. Most turns
@@ -18,23 +19,20 @@ pub(super) struct SessionOrders {
     by_user: BTreeSet<(UserKey, u64, AgentSessionKey)>,
     /// Those of each tree by key.
     by_tree: BTreeSet<(AgentSessionKey, AgentSessionKey)>,
-    /// Number of sessions of each user who has any.
-    held: BTreeMap<UserKey, usize>,
-    /// The same, by number.
-    by_held: BTreeSet<(usize, UserKey)>,
+    held: HeldCounts,
 }
 
 impl SessionOrders {
     pub(super) fn insert(&mut self, key: AgentSessionKey, session: &AgentSession) {
         self.by_tree.insert((session.root, key));
         self.used(key, session);
-        self.hold(session.user, |held| held + 1);
+        self.held.add(session.user);
     }
 
     pub(super) fn remove(&mut self, key: AgentSessionKey, session: &AgentSession) {
         self.by_tree.remove(&(session.root, key));
         self.unused(key, session);
-        self.hold(session.user, |held| held - 1);
+        self.held.remove(session.user);
     }
 
     /// Moves a session that was used.
@@ -57,9 +55,9 @@ impl SessionOrders {
         Some((period.saturating_add(1).saturating_mul(PERIOD_MS), *key))
     }
 
-    /// Returns the user with the most sessions, with their number.
-    pub(super) fn holds_most(&self) -> Option<(usize, UserKey)> {
-        self.by_held.last().copied()
+    /// Returns the user with the most sessions if they are at least `share`.
+    pub(super) fn holds_most(&self, share: usize) -> Option<UserKey> {
+        self.held.most(share)
     }
 
     /// Iterates over the sessions of a user, the one that was idle for longest first, to the
@@ -83,16 +81,6 @@ impl SessionOrders {
     fn unused(&mut self, key: AgentSessionKey, session: &AgentSession) {
         self.by_use.remove(&(period(session), key));
         self.by_user.remove(&(session.user, period(session), key));
-    }
-
-    fn hold(&mut self, user: UserKey, change: impl FnOnce(usize) -> usize) {
-        let before = self.held.remove(&user).unwrap_or(0);
-        let after = change(before);
-        self.by_held.remove(&(before, user));
-        if after > 0 {
-            self.held.insert(user, after);
-            self.by_held.insert((after, user));
-        }
     }
 }
 

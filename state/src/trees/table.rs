@@ -236,8 +236,7 @@ impl Trees {
     /// Returns the session that makes room for another one in a full table: the idlest of the user
     /// with the most sessions if that user holds a share of the table, else the idlest of all.
     fn makes_room(&self) -> Option<AgentSessionKey> {
-        let (held, user) = self.orders.holds_most()?;
-        if held >= self.bounds.share {
+        if let Some(user) = self.orders.holds_most(self.bounds.share) {
             return self.orders.of_user(user).next();
         }
         self.orders.idlest().map(|(_, key)| key)
