@@ -7,6 +7,7 @@ use state::command::{Charge, Command, EngineFacts, Envelope, Item, Lane, Origin}
 use state::ids::{AttemptId, UserKey};
 use tokio::time::Instant;
 
+use super::charges::ChargeKey;
 use super::steps::{LeaseStep, LeaseStepKind};
 use super::{Outbox, OutstandingEnvelope, QueuedSize};
 
@@ -78,9 +79,12 @@ impl Outbox {
             };
             charges.entry(charge.user).or_default().add(charge);
         }
-        let has_left = |user: &UserKey| self.queued_for(*user).next().is_none();
-        let all_gone: Vec<UserKey> = charges.keys().copied().filter(has_left).collect();
-        self.commits.leave(all_gone.into_iter());
+        let Self {
+            commits,
+            charges: queued,
+            ..
+        } = self;
+        commits.leave(|charged| ChargeKey::are_queued(queued, charged));
         let base = steps
             .iter()
             .map(|step| step.attempt)

@@ -4,12 +4,15 @@
 //! request that stops waiting and starts must do so in one step. One queued charge has all of them,
 //! because charges are written in any order, and a wait must not end before it has begun.
 
+use std::collections::BTreeMap;
+
 use state::command::{Charge, Item};
 use state::ids::{SourceKey, UserKey};
 use state::streams::{CarriedStream, StreamCharge};
 use state::trees::SessionTurn;
 use state::usage::UsageSource;
 
+use super::commits::ChargedTo;
 use super::{CHARGED_USERS_MAX, Outbox};
 
 /// What a queued charge is for. All charges of a user follow each other.
@@ -30,7 +33,23 @@ impl ChargeKey {
             source: SourceKey::OTHER,
         }
     }
+
+    fn of((user, carried): ChargedTo) -> Self {
+        Self {
+            carried,
+            ..Self::of_user(user)
+        }
+    }
+
+    /// Whether charges to this user, for this stream or for requests that carry none, are queued.
+    pub(super) fn are_queued(queue: &ChargeQueue, charged: ChargedTo) -> bool {
+        let first = queue.range(Self::of(charged)..).next();
+        first.is_some_and(|(key, _)| (key.user, key.carried) == charged)
+    }
 }
+
+/// Queued charges, those of a user next to each other.
+pub(super) type ChargeQueue = BTreeMap<ChargeKey, QueuedCharge>;
 
 /// A charge that waits for the next envelope.
 #[derive(Debug, Clone, Copy, Default)]
@@ -42,6 +61,16 @@ pub(super) struct QueuedCharge {
 }
 
 impl QueuedCharge {
+    /// Whether it would change nothing.
+    fn is_empty(&self) -> bool {
+        let empty = Charge {
+            user: self.charge.user,
+            source: self.charge.source,
+            ..Charge::default()
+        };
+        self.charge == empty && self.takes_over.is_none() && !self.is_closed && self.turn.is_none()
+    }
+
     pub(super) fn into_item(mut self, key: ChargeKey) -> Item {
         if !counts_usage(&self.charge) {
             self.charge.source = SourceKey::OTHER;
@@ -77,10 +106,19 @@ impl Outbox {
 
     /// Adds a charge to the queued charge of a stream, or of its user.
     pub fn charge_for(&mut self, carried: Option<CarriedStream>, charge: Charge) {
-        let Some(carried) = carried else {
-            return self.charge_source(&charge);
-        };
-        let queued = &mut self.queued_stream(charge.user, carried).charge;
+        match carried {
+            Some(carried) => self.charge_stream(carried, charge),
+            None if has_waits(&charge) && !counts_usage(&charge) => self.charge_waits(&charge),
+            None => self.charge_source(&charge),
+        }
+    }
+
+    fn charge_stream(&mut self, carried: CarriedStream, mut charge: Charge) {
+        let key = ChargeKey::of((charge.user, Some(carried)));
+        if charge.started > 0 || charge.ended > 0 {
+            self.join_waits(key, &mut charge);
+        }
+        let queued = &mut self.queued_charge(key).charge;
         let source = match charge.source {
             SourceKey::OTHER => queued.source,
             source => source,
@@ -89,26 +127,36 @@ impl Outbox {
         queued.source = source;
     }
 
+    /// Adds counts of waiting to those of the user that are queued, or else to any charge.
+    fn charge_waits(&mut self, charge: &Charge) {
+        let holds_waits = |key: &ChargeKey| has_waits(&self.charges[key].charge);
+        let holder = self.keys_of(charge.user).find(holds_waits);
+        let holder = holder.or_else(|| self.keys_of(charge.user).next());
+        let key = holder.unwrap_or(ChargeKey::of_user(charge.user));
+        let found = &mut self.queued_charge(key).charge;
+        let source = found.source;
+        found.add(charge);
+        found.source = source;
+    }
+
     fn charge_source(&mut self, charge: &Charge) {
         let key = self.key_of(charge);
         let mut all = *charge;
         if key.source == SourceKey::OTHER && counts_usage(charge) {
-            let folded: Vec<ChargeKey> =
-                self.keys_of(charge.user).filter(|it| *it != key).collect();
+            let is_folded = |it: &ChargeKey| *it != key && it.carried.is_none();
+            let folded: Vec<ChargeKey> = self.keys_of(charge.user).filter(is_folded).collect();
             let folded = folded.iter().filter_map(|it| self.charges.remove(it));
             folded.for_each(|it| all.add(&it.charge));
-        } else if counts_usage(charge) {
-            let (queued, dequeued) = self.take_waits(key);
-            all.queued = all.queued.saturating_add(queued);
-            all.dequeued = all.dequeued.saturating_add(dequeued);
+        }
+        if counts_usage(charge) {
+            self.join_waits(key, &mut all);
         }
         let found = &mut self.queued_charge(key).charge;
         found.add(&all);
         found.source = key.source;
     }
 
-    /// Returns the key of a charge that is not a stream's. Counts of waiting join those of the user
-    /// that are queued, or else any charge. Without room for another source all of the user's charges
+    /// Returns the key of a charge that is not a stream's. Without room for another source all of the user's charges
     /// become one, until it is written: a request's end must not be written before its start.
     fn key_of(&self, charge: &Charge) -> ChargeKey {
         let other = ChargeKey::of_user(charge.user);
@@ -128,51 +176,36 @@ impl Outbox {
                 false => other,
             };
         }
-        if counts_usage(charge) {
-            return other;
-        }
-        let holds_waits = |key: &ChargeKey| has_waits(&self.charges[key].charge);
-        let holder = self.keys_of(charge.user).find(holds_waits);
-        holder
-            .or_else(|| self.keys_of(charge.user).next())
-            .unwrap_or(other)
+        other
     }
 
-    /// Returns the keys of the user's queued charges that are not a stream's.
+    /// Returns the keys of the user's queued charges.
     fn keys_of(&self, user: UserKey) -> impl Iterator<Item = ChargeKey> {
         let keys = self.charges.range(ChargeKey::of_user(user)..);
         let keys = keys.map(|(key, _)| *key);
-        keys.take_while(move |key| key.user == user && key.carried.is_none())
+        keys.take_while(move |key| key.user == user)
     }
 
-    /// Takes the user's queued counts of waiting from other charges than that at `key`. So one charge
-    /// has all of them, and no batch can end a wait before its beginning.
-    fn take_waits(&mut self, key: ChargeKey) -> (u32, u32) {
+    /// Moves the user's queued counts of waiting from other charges than that at `key` to `charge`. So
+    /// one charge has all of them, and no batch can end a wait before its beginning.
+    fn join_waits(&mut self, key: ChargeKey, charge: &mut Charge) {
         let is_holder = |it: &ChargeKey| *it != key && has_waits(&self.charges[it].charge);
         let Some(holder) = self.keys_of(key.user).find(is_holder) else {
-            return (0, 0);
+            return;
         };
-        let charge = &mut self.queued_charge(holder).charge;
-        let waits = (charge.queued, charge.dequeued);
-        (charge.queued, charge.dequeued) = (0, 0);
-        let empty = Charge {
-            user: charge.user,
-            source: charge.source,
-            ..Charge::default()
-        };
-        if *charge == empty {
+        let queued = self.queued_charge(holder);
+        let held = &mut queued.charge;
+        charge.queued = charge.queued.saturating_add(held.queued);
+        charge.dequeued = charge.dequeued.saturating_add(held.dequeued);
+        (held.queued, held.dequeued) = (0, 0);
+        if queued.is_empty() {
             self.charges.remove(&holder);
         }
-        waits
     }
 
     /// Returns the stream if its charges have room in the queue.
     pub fn admits(&self, user: UserKey, carried: CarriedStream) -> Option<CarriedStream> {
-        let key = ChargeKey {
-            user,
-            carried: Some(carried),
-            source: SourceKey::OTHER,
-        };
+        let key = ChargeKey::of((user, Some(carried)));
         let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&key);
         has_room.then_some(carried)
     }
@@ -193,10 +226,7 @@ impl Outbox {
     }
 
     fn queued_stream(&mut self, user: UserKey, carried: CarriedStream) -> &mut QueuedCharge {
-        self.queued_charge(ChargeKey {
-            carried: Some(carried),
-            ..ChargeKey::of_user(user)
-        })
+        self.queued_charge(ChargeKey::of((user, Some(carried))))
     }
 
     fn queued_charge(&mut self, key: ChargeKey) -> &mut QueuedCharge {

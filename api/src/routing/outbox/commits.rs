@@ -1,29 +1,34 @@
 //! Notifies tasks that wait until a charge is in the log.
 //!
-//! The waiters for a user's charges move with the last of them that leaves the queue, and are notified
-//! when its envelope is committed. If the envelope is rejected or the replica stops, the
+//! Waiters are for the charges of a stream, or for all other charges of a user. They move with the last
+//! of them that leaves the queue, and are notified when its envelope is committed. If the envelope is rejected or the replica stops, the
 //! waiters are dropped and their receivers return an error.
 
 use std::collections::BTreeMap;
 
 use state::ids::{LogIndex, UserKey};
+use state::streams::CarriedStream;
 use tokio::sync::oneshot;
 
-/// Receiver of the log index at which the user's charge is committed. Fails if this is never known.
+/// Whose charges a task waits for: those of a user's stream, or of all requests of the user that carry
+/// none.
+pub(super) type ChargedTo = (UserKey, Option<CarriedStream>);
+
+/// Receiver of the log index at which the charge is committed. Fails if this is never known.
 pub type ChargeCommit = oneshot::Receiver<LogIndex>;
 
 /// Senders that notify tasks waiting for queued or outstanding charges.
 #[derive(Debug, Default)]
 pub(super) struct CommitWaiters {
-    queued: BTreeMap<UserKey, Vec<oneshot::Sender<LogIndex>>>,
+    queued: BTreeMap<ChargedTo, Vec<oneshot::Sender<LogIndex>>>,
     outstanding: Vec<oneshot::Sender<LogIndex>>,
 }
 
 impl CommitWaiters {
-    /// Returns a receiver for the commit of the queued charge of `user`.
-    pub(super) fn wait_queued(&mut self, user: UserKey) -> ChargeCommit {
+    /// Returns a receiver for the commit of the queued charges.
+    pub(super) fn wait_queued(&mut self, charged: ChargedTo) -> ChargeCommit {
         let (committed, commit) = oneshot::channel();
-        self.queued.entry(user).or_default().push(committed);
+        self.queued.entry(charged).or_default().push(committed);
         commit
     }
 
@@ -34,14 +39,13 @@ impl CommitWaiters {
         commit
     }
 
-    /// Moves the waiters for the charges of `users`, all of which have left the queue, to the
-    /// outstanding envelope.
-    pub(super) fn leave(&mut self, users: impl Iterator<Item = UserKey>) {
-        if self.queued.is_empty() {
-            return;
-        }
-        let waiters = users.filter_map(|user| self.queued.remove(&user));
-        self.outstanding.extend(waiters.flatten());
+    /// Moves the waiters for charges of which none `is_queued` any more to the outstanding envelope.
+    pub(super) fn leave(&mut self, is_queued: impl Fn(ChargedTo) -> bool) {
+        let gone = self
+            .queued
+            .extract_if(.., |charged, _| !is_queued(*charged));
+        self.outstanding
+            .extend(gone.flat_map(|(_, waiters)| waiters));
     }
 
     /// Notifies the waiters of the outstanding envelope that it is committed at `index`.

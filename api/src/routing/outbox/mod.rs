@@ -34,9 +34,10 @@ use std::time::Duration;
 use state::admission::CreditLedger;
 use state::command::{Charge, EngineFacts, Envelope, Item, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+use state::streams::CarriedStream;
 use tokio::time::Instant;
 
-use self::charges::{ChargeKey, QueuedCharge};
+use self::charges::{ChargeKey, ChargeQueue};
 use self::commits::CommitWaiters;
 use self::overlay::BlockRun;
 use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
@@ -165,7 +166,7 @@ pub struct Outbox {
     unsent: VecDeque<AttemptId>,
     /// Attempts whose queued steps are void.
     forgotten: HashSet<AttemptId>,
-    charges: BTreeMap<ChargeKey, QueuedCharge>,
+    charges: ChargeQueue,
     commits: CommitWaiters,
     /// Index of the last committed envelope.
     committed_to: LogIndex,
@@ -312,11 +313,16 @@ impl Outbox {
         sum
     }
 
-    /// Returns a receiver for the commit of all charges to `user`; `None` if they are committed.
-    pub fn commit_of(&mut self, user: UserKey) -> Option<ChargeCommit> {
+    /// Returns a receiver for the commit of all charges to `user` for the stream, or for requests that
+    /// carry none; `None` if they are committed.
+    pub fn commit_of(
+        &mut self,
+        user: UserKey,
+        carried: Option<CarriedStream>,
+    ) -> Option<ChargeCommit> {
         let is_outstanding = |it: &OutstandingEnvelope| it.charges.contains_key(&user);
-        if self.queued_for(user).next().is_some() {
-            Some(self.commits.wait_queued(user))
+        if ChargeKey::are_queued(&self.charges, (user, carried)) {
+            Some(self.commits.wait_queued((user, carried)))
         } else if self.outstanding.as_ref().is_some_and(is_outstanding) {
             Some(self.commits.wait_outstanding())
         } else {

@@ -1,10 +1,12 @@
-//! Tests the order in which a user's charges are written, whichever sources they have.
+//! Tests the order in which a user's charges are written, whichever sources they have and whether they
+//! are a stream's.
 
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use state::command::{Charge, Item};
-use state::ids::{SourceKey, UserKey};
+use state::ids::{SourceKey, StreamCarrier, StreamId, UserKey};
+use state::streams::CarriedStream;
 
 use super::{OutboxSettings, outbox};
 
@@ -13,9 +15,10 @@ use super::{OutboxSettings, outbox};
 enum Step {
     Waits,
     Leaves,
-    /// A waiting request starts.
+    /// A waiting request starts, which may carry a stream.
     Starts {
         source: u64,
+        is_stream: bool,
     },
     Ends {
         at: usize,
@@ -30,7 +33,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         3 => Just(Step::Waits),
         1 => Just(Step::Leaves),
-        3 => (1_u64..4).prop_map(|source| Step::Starts { source }),
+        3 => (1_u64..4, any::<bool>()).prop_map(|(source, is_stream)| Step::Starts { source, is_stream }),
         3 => (0_usize..4, 0_u64..2).prop_map(|(at, tokens)| Step::Ends { at, tokens }),
         1 => Just(Step::Owes),
         4 => Just(Step::Writes),
@@ -47,8 +50,10 @@ struct Written {
 
 impl Written {
     fn add(&mut self, item: &Item) -> Result<(), TestCaseError> {
-        let Item::Charge(charge) = item else {
-            return Err(TestCaseError::fail("not a charge"));
+        let charge = match item {
+            Item::Charge(charge) => charge,
+            Item::ChargeStream(item) => &item.charge,
+            _ => return Err(TestCaseError::fail("not a charge")),
         };
         self.waiting += i64::from(charge.queued) - i64::from(charge.dequeued);
         self.running += i64::from(charge.started) - i64::from(charge.ended);
@@ -65,7 +70,7 @@ proptest! {
     fn no_wait_or_request_ends_before_it_has_begun(steps in proptest::collection::vec(step(), 0..60)) {
         let mut outbox = outbox(OutboxSettings::default());
         let charge = Charge { user: UserKey(5), ..Charge::default() };
-        let (mut waiting, mut running, mut output) = (0, Vec::new(), 0);
+        let (mut waiting, mut running, mut output, mut streams) = (0, Vec::new(), 0, 0);
         let mut written = Written::default();
         for step in steps {
             match step {
@@ -77,16 +82,20 @@ proptest! {
                     outbox.charge(Charge { dequeued: 1, ..charge });
                     waiting -= 1;
                 }
-                Step::Starts { source } if waiting > 0 => {
+                Step::Starts { source, is_stream } if waiting > 0 => {
                     let source = SourceKey(source);
+                    let carried = is_stream.then(|| {
+                        streams += 1;
+                        CarriedStream { stream: StreamId(streams), carrier: StreamCarrier(1) }
+                    });
                     outbox.charge(Charge { dequeued: 1, ..charge });
-                    outbox.charge(Charge { source, started: 1, ..charge });
+                    outbox.charge_for(carried, Charge { source, started: 1, ..charge });
                     waiting -= 1;
-                    running.push(source);
+                    running.push((source, carried));
                 }
                 Step::Ends { at, tokens } if !running.is_empty() => {
-                    let source = running.remove(at % running.len());
-                    outbox.charge(Charge { source, ended: 1, output: tokens, ..charge });
+                    let (source, carried) = running.remove(at % running.len());
+                    outbox.charge_for(carried, Charge { source, ended: 1, output: tokens, ..charge });
                     output += tokens;
                 }
                 Step::Owes => {
@@ -108,4 +117,34 @@ proptest! {
         prop_assert_eq!(written.running, i64::try_from(running.len()).unwrap());
         prop_assert_eq!(written.output.values().sum::<u64>(), output);
     }
+}
+
+#[test]
+fn a_stream_begins_in_the_step_that_ends_its_wait() {
+    let mut outbox = outbox(OutboxSettings::default());
+    let charge = Charge {
+        user: UserKey(5),
+        ..Charge::default()
+    };
+    let carried = CarriedStream {
+        stream: StreamId(1),
+        carrier: StreamCarrier(1),
+    };
+    let waits = Charge {
+        dequeued: 1,
+        ..charge
+    };
+    let starts = Charge {
+        source: SourceKey(3),
+        started: 1,
+        ..charge
+    };
+    outbox.charge(waits);
+    outbox.charge_for(Some(carried), starts);
+    let Some(Item::ChargeStream(item)) = outbox.next_charge() else {
+        panic!("not a stream's charge");
+    };
+    assert_eq!((item.charge.dequeued, item.charge.started), (1, 1));
+    assert_eq!(item.charge.source, SourceKey(3));
+    assert_eq!(outbox.next_charge(), None);
 }

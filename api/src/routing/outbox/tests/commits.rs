@@ -29,13 +29,18 @@ fn is_waiting(commit: &mut ChargeCommit) -> bool {
 #[test]
 fn a_charge_is_confirmed_by_its_own_envelope() {
     let mut outbox = outbox(OutboxSettings::default());
-    assert!(outbox.commit_of(user("ada")).is_none(), "nothing is owed");
+    assert!(
+        outbox.commit_of(user("ada"), None).is_none(),
+        "nothing is owed"
+    );
     charge(&mut outbox, "ada");
     cut(&mut outbox);
-    let mut outstanding = outbox.commit_of(user("ada")).expect("it is on its way");
+    let mut outstanding = outbox
+        .commit_of(user("ada"), None)
+        .expect("it is on its way");
     charge(&mut outbox, "ada");
     charge(&mut outbox, "bob");
-    let mut queued = outbox.commit_of(user("ada")).expect("it is queued");
+    let mut queued = outbox.commit_of(user("ada"), None).expect("it is queued");
     outbox.handle_outcome(Err(ProposeError::Unknown("no answer".to_owned())));
     assert!(is_waiting(&mut outstanding), "its fate is not known");
 
@@ -45,49 +50,56 @@ fn a_charge_is_confirmed_by_its_own_envelope() {
     cut(&mut outbox);
     answered(&mut outbox, Reply::Batch(BatchReply::default()));
     assert!(queued.try_recv().is_ok());
-    assert!(outbox.commit_of(user("ada")).is_none());
+    assert!(outbox.commit_of(user("ada"), None).is_none());
 }
 
 #[test]
 fn a_permanently_refused_charge_is_not_confirmed() {
     let mut outbox = outbox(OutboxSettings::default());
     charge(&mut outbox, "ada");
-    let mut commit = outbox.commit_of(user("ada")).expect("it is queued");
+    let mut commit = outbox.commit_of(user("ada"), None).expect("it is queued");
     cut(&mut outbox);
     answered(&mut outbox, Reply::Rejected(Rejection::TooManyUsers));
     assert!(!is_waiting(&mut commit) && commit.try_recv().is_err());
 }
 
 #[test]
-fn charges_of_streams_leave_by_name_and_are_confirmed_with_the_last() {
+fn waiters_for_a_stream_wait_for_no_other_charge_of_its_user() {
     let mut outbox = outbox(OutboxSettings::default());
     let ada = user("ada");
     charge(&mut outbox, "ada");
+    let carried = |stream| CarriedStream {
+        stream: StreamId(stream),
+        carrier: StreamCarrier(7),
+    };
     let streams = 1_000;
     for stream in 0..streams {
-        let carried = CarriedStream {
-            stream: StreamId(stream),
-            carrier: StreamCarrier(7),
-        };
         for _ in 0..2 {
             let charge = Charge {
                 user: ada,
                 output: 1,
                 ..Charge::default()
             };
-            outbox.charge_for(Some(carried), charge);
+            outbox.charge_for(Some(carried(stream)), charge);
         }
-        outbox.take_over(ada, carried, 1);
+        outbox.take_over(ada, carried(stream), 1);
     }
     assert_eq!(outbox.unapplied(ada).output, 2 * streams + 1);
-    let mut commit = outbox.commit_of(ada).expect("all are queued");
+    let charged = [None, Some(carried(0)), Some(carried(streams - 1))];
+    let mut waiting = charged.map(|it| outbox.commit_of(ada, it).expect("it is queued"));
     let mut sent = 0;
     while !outbox.is_empty() {
-        assert!(is_waiting(&mut commit), "some are queued");
+        assert!(is_waiting(&mut waiting[2]), "it is queued");
         sent += cut(&mut outbox).len();
         assert_eq!(outbox.unapplied(ada).output, 2 * streams + 1);
         answered(&mut outbox, Reply::Batch(BatchReply::default()));
+        let [others, first, _] = &mut waiting;
+        assert!(!is_waiting(others) && !is_waiting(first), "both went first");
+        // More is owed again and again.
+        charge(&mut outbox, "bob");
+        if sent as u64 > streams {
+            break;
+        }
     }
-    assert!(commit.try_recv().is_ok());
-    assert_eq!(sent as u64, streams + 1);
+    assert!(waiting[2].try_recv().is_ok());
 }
