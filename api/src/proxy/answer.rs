@@ -29,7 +29,7 @@ use super::request::headers::{CLOSE, UPGRADE_AND_CLOSE, client_request_id, reque
 use super::request::identify::RequestOrigin;
 use super::request::request_body::{BodyReader, HeldBodyBytes, read_on};
 use super::request::routes::{Route, unslashed};
-use super::response::continuation::{is_resumable, take_claim};
+use super::response::continuation::{EventIdKey, is_resumable, take_claim};
 use super::response::ratelimit;
 use super::response::response_body::{SharedResponseBody, lock};
 use super::settings::keys::Holder;
@@ -249,17 +249,26 @@ impl Proxy {
             ..request_head(&head, &peer)
         };
         let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
-        let carried = match &claim {
-            Some(claim) => Some(self.dispatcher.new_carrier(claim.id.stream)),
+        let user_key = read.user.key(self.requests.hash_seed());
+        let sign = || {
+            let secret = &self.view.registry().hash_secret;
+            Arc::new(EventIdKey::new(secret, user_key, (path, &body)))
+        };
+        let resumable = match &claim {
+            Some(claim) => {
+                let key = sign();
+                claim.check(&key)?;
+                Some((self.dispatcher.new_carrier(claim.id.stream), key))
+            }
             None if endpoints.is_some() => None,
             // The client would come back with the same name, and must get the same model.
             None if read.resolved.as_ref().is_some_and(|it| it.is_momentary()) => None,
             None => is_resumable(streams, &head, (&read.parsed, &body))
-                .then(|| self.dispatcher.new_stream()),
+                .then(|| (self.dispatcher.new_stream(), sign())),
         };
         // The token ids are as long as the prompt, and no longer needed.
         drop(ids);
-        *user = Some(read.user.key(self.requests.hash_seed()));
+        *user = Some(user_key);
         let model = &read.parsed.model;
         let is_served = || self.view.registry().names_model(model);
         request_metrics.is_for(self.metrics.models.meter(model, is_served));
@@ -289,7 +298,7 @@ impl Proxy {
             ids,
             (peer, endpoints),
             (record, trace),
-            (carried, claim),
+            (resumable, claim),
         ))
     }
 

@@ -71,6 +71,7 @@ pub use decide::request_stages::RequestStages;
 pub use decide::routing_table::PolicySource;
 pub use decide::select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use dispatch::Dispatcher;
+pub(crate) use dispatch::attempt::ResumedStream;
 pub(crate) use dispatch::attempt::pricing_of;
 pub use dispatch::attempt::{Attempt, DispatchTerms, EarlierAttempts, EarlierCharge};
 pub use dispatch::hidden_output::HiddenOutput;

@@ -1,6 +1,8 @@
 //! Streams whose clients go on at another replica, with the text that they have received.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::SeqCst;
 
 use api::proxy::{ProxySettings, RequestOutcome};
 use serde_json::{Value, json};
@@ -51,14 +53,23 @@ fn ids(stream: &str) -> Vec<String> {
 }
 
 /// Starts an engine that streams `first` and then waits for `more` to send `then`. It continues
-/// with the text `c`.
-async fn engine(first: &[String], then: &[String], more: &Arc<Semaphore>) -> Engine {
+/// with the text `c`, unless requests to continue still `break` it.
+async fn engine(
+    (first, then): (&[String], &[String]),
+    more: &Arc<Semaphore>,
+    breaks: &Arc<AtomicUsize>,
+) -> Engine {
     let owned =
         |events: &[String]| -> Vec<Step> { events.iter().map(|event| chunk(event)).collect() };
     let (first, then, more) = (owned(first), owned(then), Arc::clone(more));
+    let breaks = Arc::clone(breaks);
     Engine::answering(move |request| {
         let mut steps = vec![stream_head()];
-        if is_continued(request) {
+        let less = |left: usize| left.checked_sub(1);
+        if is_continued(request) && breaks.fetch_update(SeqCst, SeqCst, less).is_ok() {
+            steps.push(chunk(ROLE));
+            steps.push(Step::Close);
+        } else if is_continued(request) {
             let end = "data: {\"id\":\"d\",\"created\":9,\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
             let usage = "data: {\"id\":\"d\",\"created\":9,\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
             let events = [next_delta("c", 9, 1), end.into(), usage.into(), DONE.into()];
@@ -75,36 +86,56 @@ async fn engine(first: &[String], then: &[String], more: &Arc<Semaphore>) -> Eng
     .await
 }
 
-/// Two replicas in front of one engine.
+/// Two replicas in front of two engines.
 struct Scene {
     replicas: Vec<Fleet>,
-    engine: Engine,
+    engines: [Engine; 2],
     /// Lets the engine of the first stream go on.
     more: Arc<Semaphore>,
+    /// Number of requests to continue that break their engine.
+    breaks: Arc<AtomicUsize>,
 }
 
 impl Scene {
     async fn start(first: &[String], then: &[String]) -> Self {
-        let more = Arc::new(Semaphore::new(0));
-        let engine = engine(first, then, &more).await;
+        let scene = Self::unflushed(first, then).await;
+        scene.keep_flushing();
+        scene
+    }
+
+    /// Starts replicas that write nothing to the log yet.
+    async fn unflushed(first: &[String], then: &[String]) -> Self {
+        let (more, breaks) = (Arc::new(Semaphore::new(0)), Arc::default());
+        let engines = [
+            engine((first, then), &more, &breaks).await,
+            engine((first, then), &more, &breaks).await,
+        ];
         let settings = [1, 2].map(|number| {
             let mut settings = ProxySettings::new(ReplicaId(number));
             settings.streams.resumable = true;
             settings
         });
-        let replicas = Fleet::replicas(&[&engine], settings.into()).await;
-        replicas.iter().for_each(Fleet::keep_flushing);
+        let replicas = Fleet::replicas(&[&engines[0], &engines[1]], settings.into()).await;
         Self {
             replicas,
-            engine,
+            engines,
             more,
+            breaks,
         }
+    }
+
+    fn keep_flushing(&self) {
+        self.replicas.iter().for_each(Fleet::keep_flushing);
     }
 
     /// Begins a stream at the first replica, and reads up to `last`.
     async fn begin(&self, user: &str, last: &str) -> (Client, String) {
+        self.begin_with(&begins(user), last).await
+    }
+
+    async fn begin_with(&self, request: &str, last: &str) -> (Client, String) {
         let mut client = self.replicas[0].client().await;
-        client.send(begins(user)).await;
+        client.send(request.to_owned()).await;
         client.read_until(last).await;
         client.read_until("\n\n").await;
         let read = String::from_utf8_lossy(&client.read).into_owned();
@@ -169,7 +200,7 @@ async fn a_client_goes_on_at_another_replica_exactly_behind_its_last_event() {
     scene.are_idle().await;
     assert_eq!(scene.paid("u").await, [7, 3, 0]);
     assert_eq!(scene.turns().await, [1, 3]);
-    let next = requests(std::slice::from_ref(&scene.engine)).pop().unwrap();
+    let next = requests(&scene.engines).pop().unwrap();
     assert!(!next.contains("quorate_received") && !next.contains("last-event-id"));
     assert_eq!(scene.replicas[1].count(RequestOutcome::Finished, 200), 1);
 }
@@ -219,7 +250,7 @@ async fn a_stream_whose_choice_has_ended_gets_only_its_end() {
         answer.body
     );
     assert!(answer.body.contains(usage) && answer.body.ends_with(DONE));
-    assert_eq!(requests(std::slice::from_ref(&scene.engine)).len(), 1);
+    assert_eq!(requests(&scene.engines).len(), 1);
     scene.are_idle().await;
     assert_eq!(scene.paid("u").await, [7, 2, 0]);
     assert_eq!(scene.turns().await, [1, 2]);
@@ -256,34 +287,95 @@ async fn a_claim_that_does_not_add_up_is_refused_and_stops_nothing() {
         );
         assert!(answer.body.contains(because), "{because}: {}", answer.body);
     }
-    // What cannot be continued stops nothing either.
-    let fields = json!({ "quorate_received": "ab", "logprobs": true });
-    let answer = scene.ask(1, asked(Some(&id), &body(&fields))).await;
-    assert_eq!(
-        (answer.status, answer.error_code()),
-        (409, "stream_not_resumable".into())
-    );
-    assert!(answer.body.contains("logprobs"), "{}", answer.body);
-    let fields = json!({ "quorate_received": "ab", "max_tokens": 2 });
-    let answer = scene.ask(1, asked(Some(&id), &body(&fields))).await;
-    assert_eq!(answer.status, 409);
+    let changed = json!({ "quorate_received": "ab", "temperature": 1 });
+    for request in [
+        resumes("thief", &id, "ab"),
+        asked(Some(&id), &body(&changed)),
+    ] {
+        let answer = scene.ask(1, request).await;
+        assert_eq!(answer.status, 400);
+        assert!(
+            answer.body.contains("same path, body and user"),
+            "{}",
+            answer.body
+        );
+    }
     assert_eq!(scene.replicas[0].running(), 1);
-    assert_eq!(requests(std::slice::from_ref(&scene.engine)).len(), 1);
+    assert_eq!(requests(&scene.engines).len(), 1);
     old.read_until("\"b\"").await;
+    drop(old);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 2, 0]);
+}
+
+#[tokio::test]
+async fn an_answer_that_cannot_be_continued_is_refused_and_stops_nothing() {
+    let scene = Scene::start(&first(), &[]).await;
+    let limit = json!({ "max_tokens": 2 });
+    let begins = post(PATH, &headers("u", None), &body(&limit));
+    let (old, id) = scene.begin_with(&begins, "\"b\"").await;
+    let fields = json!({ "max_tokens": 2, "quorate_received": "ab" });
+    let request = post(PATH, &headers("u", Some(&id)), &body(&fields));
+    let answer = scene.ask(1, request).await;
+    let expected = (409, "stream_not_resumable".into());
+    assert_eq!((answer.status, answer.error_code()), expected);
+    assert!(answer.body.contains("maximum length"), "{}", answer.body);
+    assert_eq!(scene.replicas[0].running(), 1);
+    assert_eq!(requests(&scene.engines).len(), 1);
     drop(old);
     scene.are_idle().await;
 }
 
 #[tokio::test]
-async fn the_id_of_a_stream_of_another_user_begins_a_new_answer() {
+async fn a_backend_that_breaks_before_it_goes_on_is_replaced() {
     let scene = Scene::start(&first(), &[]).await;
-    let (old, id) = scene.begin("u", "\"b\"").await;
-    let answer = scene.ask(1, resumes("thief", &id, "ab")).await;
-    assert_eq!(text(&answer), "c");
-    assert_eq!(scene.replicas[0].running(), 1);
-    drop(old);
+    let (client, id) = scene.begin("u", "\"b\"").await;
+    drop(client);
+    scene.breaks.store(1, SeqCst);
+    let answer = scene.ask(1, resumes("u", &id, "ab")).await;
+    assert_eq!((answer.status, text(&answer)), (200, "c".to_owned()));
     scene.are_idle().await;
-    assert_eq!(scene.paid("thief").await, [7, 3, 0]);
+    assert_eq!(scene.paid("u").await, [7, 3, 0]);
+    assert_eq!(scene.turns().await, [1, 3]);
+}
+
+#[tokio::test]
+async fn a_client_may_try_again_after_the_backends_that_were_to_go_on_broke() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (client, id) = scene.begin("u", "\"b\"").await;
+    drop(client);
+    scene.breaks.store(2, SeqCst);
+    let answer = scene.ask(1, resumes("u", &id, "ab")).await;
+    assert_eq!(
+        (answer.status, answer.error_code()),
+        (502, "backend_broke".into())
+    );
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 2, 0]);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_it_takes_its_stream_over_pays_what_it_has() {
+    let scene = Scene::unflushed(&first(), &[]).await;
+    let (old, id) = scene.begin("u", "\"b\"").await;
+    let mut client = scene.replicas[1].client().await;
+    client.send(resumes("u", &id, "ab")).await;
+    eventually("the take-over is queued", || {
+        !scene.replicas[1].router.outbox().is_empty()
+    })
+    .await;
+    drop(client);
+    scene.replicas[1].is_idle().await;
+    // The take-over comes first in the log, so what the first carrier has charged is void.
+    scene.replicas[1].keep_flushing();
+    eventually("it is in the log", || {
+        let outbox = scene.replicas[1].router.outbox();
+        outbox.is_empty() && !outbox.is_outstanding()
+    })
+    .await;
+    drop(old);
+    scene.replicas[0].keep_flushing();
+    scene.are_idle().await;
     assert_eq!(scene.paid("u").await, [7, 2, 0]);
 }
 

@@ -11,12 +11,14 @@ use http_body_util::{BodyExt, Collected};
 use state::ids::Slot;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::attempt_error::AttemptError;
 use super::request_context::ProxiedRequest;
 use super::{
     Answered, OutgoingRequest, Tries, Unanswered, content, exclude_engine, outgoing, respond,
 };
 use crate::engines::backends::pool::{EngineBody, Segments};
 use crate::engines::backends::{AnswerForm, EngineKind};
+use crate::error::ProxyError;
 use crate::proxy::Proxy;
 use crate::proxy::record::metrics::RequestMetricsGuard;
 use crate::proxy::request::dialect::Dialect;
@@ -28,7 +30,7 @@ use crate::proxy::response::continuation::{
 use crate::proxy::response::engine_error::end_of_error;
 use crate::proxy::response::response_body::{BodyKind, Continuation};
 use crate::proxy::settings::StreamResume;
-use crate::routing::AttemptEnd;
+use crate::routing::{AttemptEnd, Decision};
 
 /// Share of `limits.max_held_bodies` that the bodies of streams may take in addition.
 const KEPT_DIVISOR: u64 = 2;
@@ -69,23 +71,29 @@ impl TryMetrics for Retry {
     }
 }
 
-/// Returns what a response to `proxied` of the backend in `slot` needs to go on elsewhere; `None` if it cannot, or if too
+/// Keeps the body of a request while its stream may go on elsewhere; `None` if it cannot, or if too
 /// many bytes of requests are kept already.
+pub(super) fn keep_body(proxy: &Proxy, proxied: &ProxiedRequest) -> Option<KeptBody> {
+    let parsed = &proxied.parsed;
+    let is_single = parsed.choices == 1 && parsed.batch.prompts == 0;
+    let may_go_on = proxy.settings.streams.resume != StreamResume::Off
+        && parsed.stream
+        && is_single
+        && is_text_path(proxied.head.uri.path());
+    may_go_on.then(|| KeptBody::keep(proxy, proxied.body.len()))?
+}
+
+/// Returns what a response to `proxied` of the backend in `slot` needs to go on elsewhere.
 pub(super) fn continuation(
     proxy: &Arc<Proxy>,
     proxied: &Arc<ProxiedRequest>,
+    kept: KeptBody,
     (tries, slot): (Tries, Slot),
-) -> Option<Box<Continuation>> {
-    let (streams, parsed) = (&proxy.settings.streams, &proxied.parsed);
-    let path = proxied.head.uri.path();
-    let is_chat = path == "/v1/chat/completions";
-    let is_text = is_text_path(path);
-    let is_single = parsed.choices == 1 && parsed.batch.prompts == 0;
-    if streams.resume == StreamResume::Off || !parsed.stream || !is_text || !is_single {
-        return None;
-    }
+) -> Box<Continuation> {
+    let streams = &proxy.settings.streams;
+    let is_chat = proxied.head.uri.path() == "/v1/chat/completions";
     let continuer = StreamContinuer {
-        _kept: KeptBody::keep(proxy, proxied.body.len())?,
+        _kept: kept,
         proxy: Arc::clone(proxy),
         proxied: Arc::clone(proxied),
         tries: Arc::new(Mutex::new(tries)),
@@ -99,7 +107,7 @@ pub(super) fn continuation(
         }
         continuation.identify(ids);
     }
-    Some(Box::new(continuation))
+    Box::new(continuation)
 }
 
 /// Whether the streams of this endpoint can be continued.
@@ -240,30 +248,90 @@ async fn ask(
     let (mut sending, _) = outgoing(proxy, proxied);
     sending.body = Segments::from(body.clone());
     sending.continued = Some(body);
-    let answered = respond(proxy, proxied, &mut sending, tries, &mut Retry).await;
-    let answered = answered.map_err(|unanswered| match unanswered {
-        Unanswered::NotAdmitted(why) => {
-            tracing::debug!(error = %why, "no backend for the rest of a stream");
-            ContinueRejection::NoBackend
+    let behind = (seam.as_ref(), text);
+    let gone_on = respond_and_go_on(proxy, proxied, &mut sending, tries, &mut Retry, behind).await;
+    let gone_on = gone_on.map_err(|fault| {
+        match &fault {
+            GoOnError::Obstacle(_) => {}
+            GoOnError::NotAdmitted(why) => {
+                tracing::debug!(error = %why, "no backend for the rest of a stream");
+            }
+            GoOnError::Failed(failure) => {
+                tracing::debug!(error = failure.label(), "the rest of a stream failed");
+            }
+            GoOnError::Broke | GoOnError::TimedOut => {
+                tracing::debug!("the rest of a stream did not begin");
+            }
         }
-        Unanswered::Failed(failure) => {
-            tracing::debug!(error = failure.label(), "the rest of a stream failed");
-            ContinueRejection::NoBackend
+        match fault {
+            GoOnError::Obstacle(obstacle) => obstacle,
+            _ => ContinueRejection::NoBackend,
         }
     })?;
-    let (_, continued) = go_on(proxy, &sending, answered, seam, text).await?;
-    Ok(continued)
+    Ok(gone_on.answer)
+}
+
+/// A backend's response that continues an answer.
+pub(super) struct GoneOn {
+    pub(super) head: response::Parts,
+    pub(super) decision: Decision,
+    pub(super) answer: ContinuedAnswer,
+}
+
+/// Why no backend goes on with a stream.
+pub(super) enum GoOnError {
+    /// The answer cannot be continued.
+    Obstacle(ContinueRejection),
+    /// No backend could be tried.
+    NotAdmitted(ProxyError),
+    /// The last attempt failed.
+    Failed(AttemptError),
+    /// The last backend broke or reported an error before it went on.
+    Broke,
+    /// The last backend did not go on in time.
+    TimedOut,
+}
+
+/// Sends a request that continues the answer which begins with the text behind the seam, to one backend
+/// after another until one goes on.
+pub(super) async fn respond_and_go_on(
+    proxy: &Arc<Proxy>,
+    proxied: &Arc<ProxiedRequest>,
+    sending: &mut OutgoingRequest<'_>,
+    tries: &mut Tries,
+    metrics: &mut impl TryMetrics,
+    (seam, text): (Option<&Seam>, &str),
+) -> Result<GoneOn, GoOnError> {
+    loop {
+        let answered = respond(proxy, proxied, sending, tries, metrics).await;
+        let answered = answered.map_err(|unanswered| match unanswered {
+            Unanswered::NotAdmitted(why) => GoOnError::NotAdmitted(why),
+            Unanswered::Failed(failure) => GoOnError::Failed(failure),
+        })?;
+        let slot = answered.decision.backend.slot;
+        let fault = match go_on(proxy, sending, answered, seam.cloned(), text).await {
+            Err(GoOnError::Broke) => GoOnError::Broke,
+            gone_on_or_not => return gone_on_or_not,
+        };
+        let is_last = tries.is_move || tries.count >= proxy.settings.retry.attempts;
+        if is_last || (proxy.poison_requests).refuses(&proxied.body, &proxied.identity) {
+            return Err(fault);
+        }
+        proxy.metrics.retries.inc();
+        tries.excluded.push(slot);
+        exclude_engine(proxy, slot, &mut tries.excluded);
+    }
 }
 
 /// Returns the response of a backend that goes on behind the `seam` with the answer that begins with
-/// `text`, and the head of its response.
-pub(super) async fn go_on(
+/// `text`.
+async fn go_on(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
     answered: Answered,
     mut seam: Option<Seam>,
     text: &str,
-) -> Result<(response::Parts, ContinuedAnswer), ContinueRejection> {
+) -> Result<GoneOn, GoOnError> {
     let proxied = sending.proxied;
     let Answered {
         response,
@@ -285,7 +353,8 @@ pub(super) async fn go_on(
             false => end_of_error(proxy, head.status),
         };
         attempt.end(end, Instant::now());
-        return Err(ContinueRejection::Refused(head.status.as_u16()));
+        let obstacle = ContinueRejection::Refused(head.status.as_u16());
+        return Err(GoOnError::Obstacle(obstacle));
     }
     let slot = decision.backend.slot;
     let begun = begin(&mut body, seam.as_mut());
@@ -294,20 +363,21 @@ pub(super) async fn go_on(
         failed => {
             attempt.end(AttemptEnd::Broken, Instant::now());
             return Err(match failed {
-                Ok(Err(Some(obstacle))) => obstacle,
-                Ok(Err(None)) => {
+                Ok(Err(BeginError::Obstacle(obstacle))) => GoOnError::Obstacle(obstacle),
+                Ok(Err(BeginError::Error)) => GoOnError::Broke,
+                Ok(Err(BeginError::Broke)) => {
                     proxy.backends.report_failure(slot);
                     sending.watched.broke();
-                    ContinueRejection::NoBackend
+                    GoOnError::Broke
                 }
-                _ => ContinueRejection::NoBackend,
+                _ => GoOnError::TimedOut,
             });
         }
     };
     attempt.set_response_form(AnswerForm::of(path, true));
     attempt.set_hidden_output(None);
     proxied.earlier.go_on(&mut attempt, text);
-    let continued = ContinuedAnswer {
+    let answer = ContinuedAnswer {
         body,
         attempt,
         slot,
@@ -315,31 +385,40 @@ pub(super) async fn go_on(
         seam,
         first,
     };
-    Ok((head, continued))
+    Ok(GoneOn {
+        head,
+        decision,
+        answer,
+    })
 }
 
-/// Reads a stream until it continues the answer. Fails with the obstacle, or with
-/// `None` if the connection breaks.
-async fn begin(
-    body: &mut EngineBody,
-    mut seam: Option<&mut Seam>,
-) -> Result<Bytes, Option<ContinueRejection>> {
+/// How a stream fails before it continues the answer.
+enum BeginError {
+    Obstacle(ContinueRejection),
+    /// The engine has reported an error.
+    Error,
+    /// The connection broke.
+    Broke,
+}
+
+/// Reads a stream until it continues the answer.
+async fn begin(body: &mut EngineBody, mut seam: Option<&mut Seam>) -> Result<Bytes, BeginError> {
     let mut passed = BytesMut::new();
     while let Some(frame) = body.frame().await {
-        let Ok(data) = frame.map_err(|_| None)?.into_data() else {
+        let Ok(data) = frame.map_err(|_| BeginError::Broke)?.into_data() else {
             continue;
         };
         let Some(seam) = &mut seam else {
             return Ok(data);
         };
-        passed.extend_from_slice(&seam.push(&data).map_err(Some)?);
+        passed.extend_from_slice(&seam.push(&data).map_err(BeginError::Obstacle)?);
         match seam.has_begun() {
             Some(true) => return Ok(passed.freeze()),
             Some(false) => {}
-            None => return Err(Some(ContinueRejection::NoBackend)),
+            None => return Err(BeginError::Error),
         }
     }
-    Err(None)
+    Err(BeginError::Broke)
 }
 
 /// Returns a body in one piece.
@@ -349,7 +428,7 @@ pub(super) fn whole(body: Segments) -> Bytes {
 }
 
 /// Bytes of a request's body that is kept while its stream lasts.
-struct KeptBody {
+pub(super) struct KeptBody {
     kept: Arc<AtomicU64>,
     bytes: u64,
 }

@@ -32,7 +32,7 @@ use tokio::time::Instant;
 
 use self::attempt::{AttemptError, OutgoingRequest, SentRequest, attempt, begins_again};
 use self::bootstrap_rooms::run_pair;
-use self::continuation::{TryMetrics, continuation};
+use self::continuation::{TryMetrics, continuation, keep_body};
 use self::disaggregate::disaggregate;
 use self::log_order::known_at;
 use self::request_context::ProxiedRequest;
@@ -126,7 +126,10 @@ pub(super) async fn forward(
     let parts = AnswerParts {
         response: response.map(AnswerSource::Engine),
         attempt,
-        continuation: continuation(proxy, proxied, (tries, decision.backend.slot)),
+        continuation: keep_body(proxy, proxied).map(|kept| {
+            let from = (tries, decision.backend.slot);
+            continuation(proxy, proxied, kept, from)
+        }),
         decision,
     };
     Ok(relay_parts(proxy, &sending, parts, wanted).await)

@@ -14,7 +14,7 @@ use crate::admission::AdmissionRequest;
 use crate::proxy::record::request_record::RequestRecord;
 use crate::proxy::request::client_request::ClientRequest;
 use crate::proxy::request::routes::shown_path;
-use crate::proxy::response::continuation::{EventIds, ResumeClaim};
+use crate::proxy::response::continuation::{EventIdKey, EventIds, ResumeClaim};
 use crate::proxy::settings::ProxySettings;
 use crate::proxy::settings::keys::Holder;
 use crate::routing::{
@@ -60,6 +60,9 @@ pub(in crate::proxy) fn trace_id(
     }
 }
 
+/// The resumable stream that a request carries, and the key that signs its ids.
+pub(in crate::proxy) type ResumableStream = (CarriedStream, Arc<EventIdKey>);
+
 /// A request whose body was parsed and whose user is known.
 pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) head: http::request::Parts,
@@ -80,6 +83,8 @@ pub(in crate::proxy) struct ProxiedRequest {
     pub(in crate::proxy) permit: PermitCell,
     /// The resumable stream that the request carries, if it does.
     pub(in crate::proxy) carried: Option<CarriedStream>,
+    /// Signs the ids of the stream's events; `None` if the request carries no resumable stream.
+    ids: Option<Arc<EventIdKey>>,
     /// What the client has received of a stream of another replica; `None` if its stream begins.
     pub(in crate::proxy) claim: Option<Box<ResumeClaim>>,
     /// Attempts whose backends failed although they may have generated output, if another backend
@@ -96,8 +101,9 @@ impl ProxiedRequest {
         ids: (HeaderValue, HeaderValue),
         (peer, endpoints): (HeaderValue, Option<OfferedEndpoints>),
         (record, trace): (Option<Arc<RequestRecord>>, Option<Arc<RequestTrace>>),
-        (carried, claim): (Option<CarriedStream>, Option<Box<ResumeClaim>>),
+        (resumable, claim): (Option<ResumableStream>, Option<Box<ResumeClaim>>),
     ) -> Self {
+        let (carried, event_ids) = resumable.unzip();
         Self {
             head,
             body,
@@ -110,6 +116,7 @@ impl ProxiedRequest {
             trace,
             permit: PermitCell::new(),
             carried,
+            ids: event_ids,
             claim,
             earlier: EarlierAttempts::default(),
         }
@@ -118,9 +125,9 @@ impl ProxiedRequest {
     /// Returns the ids of the events of the stream that the request carries; `None` if it carries
     /// none.
     pub(in crate::proxy) fn event_ids(&self, is_chat: bool) -> Option<EventIds> {
-        let stream = self.carried?.stream;
+        let signed = (self.carried?.stream, Arc::clone(self.ids.as_ref()?));
         let text = self.claim.as_ref().map_or("", |claim| &claim.text);
-        Some(EventIds::behind(text, stream, is_chat))
+        Some(EventIds::behind(text, signed, is_chat))
     }
 
     /// Returns the salt that isolates the user's cached blocks; `None` if the user shares them.

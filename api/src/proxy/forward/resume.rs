@@ -10,12 +10,9 @@ use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use http::{HeaderValue, Response};
 
-use super::continuation::{continuation, go_on, whole};
+use super::continuation::{GoOnError, GoneOn, continuation, keep_body, respond_and_go_on, whole};
 use super::request_context::ProxiedRequest;
-use super::{
-    AnswerParts, ForwardResult, Tries, Unanswered, excluded_at_first, give_up, prepare,
-    relay_parts, respond,
-};
+use super::{AnswerParts, ForwardResult, Tries, excluded_at_first, give_up, prepare, relay_parts};
 use crate::engines::backends::pool::Segments;
 use crate::error::ProxyError;
 use crate::proxy::Proxy;
@@ -27,6 +24,7 @@ use crate::proxy::response::continuation::{
     COMPLETION_TOKENS, ContinueRejection, ContinuedBody, RelayedText, ResumeClaim, Seam,
     continued_body,
 };
+use crate::routing::ResumedStream;
 
 /// Responds to a request that goes on behind what its client has received.
 pub(super) async fn resume(
@@ -74,6 +72,21 @@ impl From<ProxyError> for ResumeError {
     }
 }
 
+impl From<GoOnError> for ResumeError {
+    fn from(fault: GoOnError) -> Self {
+        match fault {
+            GoOnError::Obstacle(ContinueRejection::Refused(status)) if status >= 500 => {
+                Self::Other(ProxyError::Refused)
+            }
+            GoOnError::Obstacle(obstacle) => Self::Obstacle(obstacle),
+            GoOnError::NotAdmitted(why) => Self::Other(why),
+            GoOnError::Failed(_) => Self::Other(ProxyError::Refused),
+            GoOnError::Broke => Self::Other(ProxyError::EngineBroke),
+            GoOnError::TimedOut => Self::Other(ProxyError::EngineTimeout),
+        }
+    }
+}
+
 type Resumed = Result<(BreakResult, ForwardResult), ResumeError>;
 
 /// Sends the end of a stream that lacks nothing else.
@@ -112,6 +125,8 @@ async fn carry_on(
     if !proxied.parsed.stream {
         return Err(ContinueRejection::Field("stream".to_owned()).into());
     }
+    // Nothing that refuses the request may come after this one has taken the stream over.
+    let kept = keep_body(proxy, proxied).ok_or(ProxyError::Overloaded)?;
     take_over(proxy, proxied, claim).await?;
     sending.body = Segments::from(bytes.clone());
     sending.continued = Some(bytes);
@@ -120,21 +135,29 @@ async fn carry_on(
         count: 0,
         is_move: false,
     };
-    let answered = respond(proxy, proxied, &mut sending, &mut tries, request_metrics).await;
-    let answered = match answered {
-        Ok(answered) => answered,
-        Err(Unanswered::NotAdmitted(why)) => return Err(why.into()),
-        Err(Unanswered::Failed(failure)) => {
+    let seam = Seam::behind(&relayed, is_chat(proxied), held_tokens_max);
+    let behind = (Some(&seam), &*claim.text);
+    let gone_on = respond_and_go_on(
+        proxy,
+        proxied,
+        &mut sending,
+        &mut tries,
+        request_metrics,
+        behind,
+    )
+    .await;
+    let GoneOn {
+        head,
+        decision,
+        mut answer,
+    } = match gone_on {
+        Err(GoOnError::Failed(failure)) => {
             let result = BreakResult::from(&ContinueRejection::NoBackend);
             return Ok((result, give_up(failure)?));
         }
+        gone_on => gone_on?,
     };
-    let decision = answered.decision.clone();
-    let seam = Seam::behind(&relayed, is_chat(proxied), held_tokens_max);
-    let gone_on = go_on(proxy, &sending, answered, Some(seam), &claim.text).await;
-    let (head, mut answer) = gone_on?;
-    let continuation = continuation(proxy, proxied, (tries, answer.slot));
-    let mut continuation = continuation.ok_or(ProxyError::Overloaded)?;
+    let mut continuation = continuation(proxy, proxied, kept, (tries, answer.slot));
     if let Some(seam) = answer.seam.take() {
         continuation.follow(relayed, seam, answer.first);
     }
@@ -168,10 +191,15 @@ async fn take_over(
     let Some(carried) = proxied.carried else {
         return Ok(());
     };
-    let usage = claim.id.answer.usage();
-    let taken = proxy
-        .dispatcher
-        .take_over(&proxied.user, carried, proxied.session, usage);
+    let stream = ResumedStream {
+        user: proxied.user.clone(),
+        model: proxied.parsed.model.clone(),
+        session: proxied.session,
+        carried,
+        usage: claim.id.answer.usage(),
+        estimated_prompt: proxied.identity.tokens.into(),
+    };
+    let taken = proxy.dispatcher.take_over(stream);
     let earlier = taken.await.ok_or(ProxyError::Unconfirmed)?;
     proxied.earlier.resume(earlier);
     Ok(())

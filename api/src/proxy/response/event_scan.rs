@@ -8,7 +8,7 @@ use std::ops::Range;
 pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Progress of parsing the event at the start of a buffer.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct EventScan {
     /// Start of the incomplete line.
     line: usize,

@@ -248,6 +248,31 @@ mod tests {
     }
 
     #[test]
+    fn a_body_without_an_added_field_is_the_one_before() {
+        for (before, added) in [
+            (
+                r#"{"model": "m", "n": 1}"#,
+                r#"{"model": "m", "n": 1, "x": "text"}"#,
+            ),
+            (
+                r#"{"model":"m","n":1}"#,
+                r#"{"model":"m","n":1,"x":"text"}"#,
+            ),
+            (
+                r#"{"model":"m","n":1}"#,
+                r#"{"x":"text","model":"m","n":1}"#,
+            ),
+            (
+                r#"{"model":"m","n":1}"#,
+                r#"{"model":"m","x":"text","n":1}"#,
+            ),
+        ] {
+            let body = Bytes::copy_from_slice(added.as_bytes());
+            assert_eq!(without_field(&body, "x").unwrap(), before);
+        }
+    }
+
+    #[test]
     fn reserved_fields_are_refused_or_stripped() {
         for (body, expected) in [
             (

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use bytes::Bytes;
 use http::{HeaderMap, request};
 
-use super::{EventId, may_continue};
+use super::{EventId, EventIdKey, EventIdSignature, may_continue};
 use crate::error::ProxyError;
 use crate::prompt::ParsedBody;
 use crate::proxy::request::headers::{LAST_EVENT_ID, RESUMABLE};
@@ -18,11 +18,27 @@ use crate::proxy::settings::{StreamResume, StreamSettings};
 /// reads the body.
 const RECEIVED: &str = "quorate_received";
 
-/// What a client claims to have received of its stream.
+/// What a client has received of its stream.
 #[derive(Debug)]
 pub(in crate::proxy) struct ResumeClaim {
     pub(in crate::proxy) id: EventId,
+    signature: EventIdSignature,
     pub(in crate::proxy) text: String,
+}
+
+impl ResumeClaim {
+    /// Checks that this cluster has given the id to this user, for this request.
+    ///
+    /// # Errors
+    /// Refuses the id of another user, request or cluster, and one that the client has made.
+    pub(in crate::proxy) fn check(&self, key: &EventIdKey) -> Result<(), ProxyError> {
+        let message = "last-event-id: is not of a stream of this cluster that began with the same \
+                       path, body and user";
+        let is_genuine = self.id.is_signed(key, &self.signature);
+        is_genuine
+            .then_some(())
+            .ok_or_else(|| refused(message.into(), None))
+    }
 }
 
 /// Whether the client asks for event ids, and the settings give them on this path.
@@ -33,7 +49,8 @@ fn is_asked(settings: &StreamSettings, path: &str, headers: &HeaderMap) -> bool 
         && headers.get(RESUMABLE).is_some_and(|value| value == "1")
 }
 
-/// Takes what the client claims out of its request; `None` if its stream begins.
+/// Takes what the client has received out of its request; `None` if its stream begins.
+/// [`ResumeClaim::check`] remains to be called once the user is known.
 ///
 /// # Errors
 /// Refuses an id or a text that is missing, damaged, or does not belong to the other.
@@ -61,7 +78,7 @@ pub(in crate::proxy) fn take_claim(
         }
     };
     let id = EventId::read(id.as_bytes());
-    let id =
+    let (id, signature) =
         id.ok_or_else(|| refused("last-event-id: is not an id of this router".into(), None))?;
     let text = string(received).map(Cow::into_owned);
     let text = text.ok_or_else(|| refused(format!("{RECEIVED}: must be text"), Some(RECEIVED)))?;
@@ -74,7 +91,11 @@ pub(in crate::proxy) fn take_claim(
         return Err(refused(message, Some(RECEIVED)));
     }
     *body = without_field(body, RECEIVED)?;
-    Ok(Some(Box::new(ResumeClaim { id, text })))
+    Ok(Some(Box::new(ResumeClaim {
+        id,
+        signature,
+        text,
+    })))
 }
 
 /// Whether the client of a request that begins its stream gets event ids.

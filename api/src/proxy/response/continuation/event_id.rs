@@ -1,14 +1,19 @@
 //! Ids of a resumable stream's events, which its client hands to another replica.
 //!
-//! An id says what a client that has received the event claims to have: how much text, of how many
-//! tokens, in which stream. It is not trusted. The length and the hash of the text show whether the
-//! client has sent all of it back. What does not add up is the client's own loss: the next engine
-//! counts the tokens of the text itself, and charges come from the log.
+//! An id says what a client that has received the event has: how much text, of how many tokens, in
+//! which stream. The length and the hash of the text show whether the client has sent all of it back.
+//! The cluster signs it for one user and one request, so the counts are those of a router. A client
+//! can only claim less than it has, with an earlier id.
+
+use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use bytes::Bytes;
-use state::ids::StreamId;
+use ring::hmac;
+use state::ids::{StreamId, UserKey};
+use state::prefix::HashSecret;
+use subtle::ConstantTimeEq as _;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{ReceivedAnswer, RelayedText};
@@ -16,12 +21,48 @@ use crate::proxy::response::answer_usage::AnswerDelta;
 
 /// Maximum length of an id, in bytes.
 const ID_BYTES_MAX: usize = 256;
+/// Separates the keys of ids from other uses of the cluster's secret.
+const KEY_LABEL: &[u8] = b"quorate event id";
+/// Length of an id's signature, in bytes: half of an HMAC-SHA-256 (RFC 2104, section 5).
+const SIGNATURE_BYTES: usize = 16;
 /// Version of the ids' format, their first byte.
 const VERSION: u8 = 1;
 /// The line that makes a client forget the last id (WHATWG HTML, section 9.2.6).
 const NO_ID: &[u8] = b"id:\n";
 
-/// What the client of a resumable stream claims to have received.
+/// Key that signs the ids of one request's stream.
+#[derive(Debug)]
+pub(in crate::proxy) struct EventIdKey(hmac::Key);
+
+/// Signature of an id.
+pub(in crate::proxy) type EventIdSignature = [u8; SIGNATURE_BYTES];
+
+impl EventIdKey {
+    /// Returns the key for a request of `user` with this path and body, without what the client has
+    /// received.
+    pub(in crate::proxy) fn new(
+        secret: &HashSecret,
+        user: UserKey,
+        (path, body): (&str, &[u8]),
+    ) -> Self {
+        let cluster = hmac::Key::new(hmac::HMAC_SHA256, secret.key_bytes());
+        let mut request = hmac::Context::with_key(&cluster);
+        request.update(KEY_LABEL);
+        request.update(&user.0.to_le_bytes());
+        request.update(&secret.hash(body).to_le_bytes());
+        request.update(path.as_bytes());
+        Self(hmac::Key::new(hmac::HMAC_SHA256, request.sign().as_ref()))
+    }
+
+    fn sign(&self, id: &[u8]) -> EventIdSignature {
+        let mut signature = [0; SIGNATURE_BYTES];
+        let whole = hmac::sign(&self.0, id);
+        signature.copy_from_slice(&whole.as_ref()[..SIGNATURE_BYTES]);
+        signature
+    }
+}
+
+/// What the client of a resumable stream has received.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::proxy) struct EventId {
     pub(in crate::proxy) stream: StreamId,
@@ -44,8 +85,26 @@ mod flags {
 }
 
 impl EventId {
-    /// Returns the id as text; `None` if it would be too long.
-    fn write(&self) -> Option<String> {
+    /// Returns the id as text, signed; `None` if it would be too long.
+    fn write(&self, key: &EventIdKey) -> Option<String> {
+        let mut bytes = self.bytes()?;
+        bytes.extend(key.sign(&bytes));
+        let text = URL_SAFE_NO_PAD.encode(bytes);
+        (text.len() <= ID_BYTES_MAX).then_some(text)
+    }
+
+    /// Whether the id was signed by this `key`.
+    pub(in crate::proxy) fn is_signed(
+        &self,
+        key: &EventIdKey,
+        signature: &EventIdSignature,
+    ) -> bool {
+        let expected = self.bytes().map(|bytes| key.sign(&bytes));
+        expected.is_some_and(|expected| expected.ct_eq(signature).into())
+    }
+
+    /// Returns what is signed.
+    fn bytes(&self) -> Option<Vec<u8>> {
         let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
         let answer = &self.answer;
         let mut bytes = vec![
@@ -63,16 +122,16 @@ impl EventId {
         }
         bytes.extend_from_slice(&answer.created);
         bytes.extend_from_slice(&answer.id);
-        let text = URL_SAFE_NO_PAD.encode(bytes);
-        (text.len() <= ID_BYTES_MAX).then_some(text)
+        Some(bytes)
     }
 
-    /// Reads an id; `None` if it is none.
-    pub(in crate::proxy) fn read(text: &[u8]) -> Option<Self> {
+    /// Reads an id and its signature, which is not checked yet; `None` if it is none.
+    pub(in crate::proxy) fn read(text: &[u8]) -> Option<(Self, EventIdSignature)> {
         if text.len() > ID_BYTES_MAX {
             return None;
         }
         let bytes = URL_SAFE_NO_PAD.decode(text).ok()?;
+        let (bytes, signature) = bytes.split_last_chunk::<SIGNATURE_BYTES>()?;
         let (&[VERSION, flags, created_bytes], rest) = bytes.split_first_chunk::<3>()? else {
             return None;
         };
@@ -90,7 +149,7 @@ impl EventId {
             && kept_tokens <= tokens
             && is_json(id)
             && is_json(created);
-        is_fine.then(|| Self {
+        let id = is_fine.then(|| Self {
             stream: StreamId(u64::from_le_bytes(*stream)),
             text_bytes,
             text_hash: u64::from_le_bytes(*text_hash),
@@ -104,7 +163,8 @@ impl EventId {
                 id: id.into(),
                 created: created.into(),
             },
-        })
+        });
+        id.map(|id| (id, *signature))
     }
 
     /// Whether `text` is the one that the client has received.
@@ -149,6 +209,7 @@ fn is_json(bytes: &[u8]) -> bool {
 /// Writes the ids of one stream's events.
 pub(in crate::proxy) struct EventIds {
     stream: StreamId,
+    key: Arc<EventIdKey>,
     is_chat: bool,
     is_endless: bool,
     /// Hash and length of the text so far.
@@ -161,9 +222,14 @@ pub(in crate::proxy) struct EventIds {
 
 impl EventIds {
     /// Creates the ids of a stream whose client has received `text`.
-    pub(in crate::proxy) fn behind(text: &str, stream: StreamId, is_chat: bool) -> Self {
+    pub(in crate::proxy) fn behind(
+        text: &str,
+        (stream, key): (StreamId, Arc<EventIdKey>),
+        is_chat: bool,
+    ) -> Self {
         let mut ids = Self {
             stream,
+            key,
             is_chat,
             is_endless: false,
             hash: Box::new(Xxh3::new()),
@@ -196,7 +262,7 @@ impl EventIds {
     ) -> Option<Bytes> {
         self.add(event.text.as_deref().unwrap_or_default());
         self.is_reported |= event.has_no_choices && event.usage.is_some();
-        match self.id(relayed).and_then(|id| id.write()) {
+        match self.id(relayed).and_then(|id| id.write(&self.key)) {
             Some(id) => {
                 self.has_id = true;
                 Some(format!("id: {id}\n").into())
@@ -226,14 +292,20 @@ mod tests {
     use super::*;
     use crate::proxy::response::answer_usage::inspect;
 
+    fn key(user: u64, body: &str) -> Arc<EventIdKey> {
+        let secret = HashSecret::of_number(1);
+        let request = ("/v1/chat/completions", body.as_bytes());
+        Arc::new(EventIdKey::new(&secret, UserKey(user), request))
+    }
+
     fn ids(events: &[&str]) -> Vec<Option<EventId>> {
         let (mut relayed, mut ids) = (
             RelayedText::new(1000),
-            EventIds::behind("", StreamId(7), true),
+            EventIds::behind("", (StreamId(7), key(7, "b")), true),
         );
         let read = |line: Bytes| {
             let line = line.strip_prefix(b"id:")?.strip_suffix(b"\n")?;
-            EventId::read(line.trim_ascii())
+            EventId::read(line.trim_ascii()).map(|(id, _)| id)
         };
         let each = events.iter().map(|event| {
             let event = inspect(event.as_bytes());
@@ -267,6 +339,21 @@ mod tests {
     }
 
     #[test]
+    fn an_id_belongs_to_one_user_request_and_cluster() {
+        let id = ids(&[FIRST]).pop().flatten().unwrap();
+        let signature = key(7, "b").sign(&id.bytes().unwrap());
+        assert!(id.is_signed(&key(7, "b"), &signature));
+        assert!(!id.is_signed(&key(8, "b"), &signature));
+        assert!(!id.is_signed(&key(7, "c"), &signature));
+        let (path, body) = ("/v1/completions", b"b".as_slice());
+        for (secret, path) in [(1, path), (2, "/v1/chat/completions")] {
+            let secret = HashSecret::of_number(secret);
+            let other = EventIdKey::new(&secret, UserKey(7), (path, body));
+            assert!(!id.is_signed(&other, &signature));
+        }
+    }
+
+    #[test]
     fn the_end_of_a_stream_has_the_usage_that_was_missing() {
         let ended = r#"{"choices":[{"delta":{},"finish_reason":"stop"}]}"#;
         let usage = r#"{"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":2}}"#;
@@ -285,7 +372,7 @@ mod tests {
     fn output_other_than_text_makes_a_client_forget_its_id() {
         let (mut relayed, mut ids) = (
             RelayedText::new(1000),
-            EventIds::behind("", StreamId(7), true),
+            EventIds::behind("", (StreamId(7), key(7, "b")), true),
         );
         let call =
             r#"{"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"name":"f"}}]}}]}"#;
@@ -327,9 +414,21 @@ mod tests {
                     created: created.to_string().into_bytes().into(),
                 },
             };
-            let written = id.write().unwrap();
-            prop_assert_eq!(EventId::read(written.as_bytes()), Some(id.clone()));
-            prop_assert!(id.is_of(&text));
+            let key = key(7, "b");
+            let written = id.write(&key).unwrap();
+            let (read, signature) = EventId::read(written.as_bytes()).unwrap();
+            prop_assert_eq!(&read, &id);
+            prop_assert!(id.is_of(&text) && read.is_signed(&key, &signature));
+        }
+
+        #[test]
+        fn a_changed_id_is_not_signed(at: prop::sample::Index, bit in 0..8_u8) {
+            let key = key(7, "b");
+            let id = ids(&[FIRST]).pop().flatten().unwrap();
+            let mut bytes = URL_SAFE_NO_PAD.decode(id.write(&key).unwrap()).unwrap();
+            *at.get_mut(&mut bytes) ^= 1 << bit;
+            let read = EventId::read(URL_SAFE_NO_PAD.encode(bytes).as_bytes());
+            prop_assert!(read.is_none_or(|(id, signature)| !id.is_signed(&key, &signature)));
         }
 
         #[test]

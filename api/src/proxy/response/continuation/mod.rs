@@ -25,7 +25,7 @@ pub(in crate::proxy) use self::body::{
     COMPLETION_TOKENS, ContinuedBody, continued_body, may_continue,
 };
 pub(in crate::proxy) use self::claim::{ResumeClaim, is_resumable, take_claim};
-pub(in crate::proxy) use self::event_id::{EventId, EventIds};
+pub(in crate::proxy) use self::event_id::{EventId, EventIdKey, EventIdSignature, EventIds};
 pub(in crate::proxy) use self::relayed::{ReceivedAnswer, RelayedText};
 pub(in crate::proxy) use self::seam::Seam;
 use crate::engines::backends::pool::EngineBody;

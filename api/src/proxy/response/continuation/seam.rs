@@ -20,7 +20,7 @@ const TOKENS_MORE_MAX: u64 = 1;
 const TOKENS_LESS_SHARE: u64 = 256;
 
 /// Rewrites the events of the next engine, so that they continue the stream of the first one.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(in crate::proxy) struct Seam {
     id: Box<[u8]>,
     created: Box<[u8]>,

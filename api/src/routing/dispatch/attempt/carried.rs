@@ -10,6 +10,7 @@ use state::admission::Advance;
 use state::command::Charge;
 use state::ids::{LogIndex, StreamCarrier, StreamId, UserKey};
 use state::streams::{CarriedStream, StreamKey, StreamRecord};
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -20,10 +21,24 @@ use crate::routing::dispatch::Dispatcher;
 use crate::sessions::NamedSession;
 use crate::users::user_name::UserName;
 
-/// Maximum time until the log has a take-over.
+/// Maximum time for which a client waits until the log has its take-over.
 const TAKE_OVER_MAX: Duration = Duration::from_secs(5);
 /// Time between two looks at the applied index.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// A stream of another replica that a client goes on with at this one.
+#[derive(Debug)]
+pub(crate) struct ResumedStream {
+    pub(crate) user: UserName,
+    pub(crate) model: String,
+    pub(crate) session: Option<NamedSession>,
+    /// The stream, with the request that is to carry it.
+    pub(crate) carried: CarriedStream,
+    /// Usage of what the client has received.
+    pub(crate) usage: Usage,
+    /// Number of prompt tokens, if no engine has reported it yet.
+    pub(crate) estimated_prompt: u64,
+}
 
 impl Dispatcher {
     /// Returns the name of a request that carries a stream, or of a stream: a hash of this replica's
@@ -51,46 +66,70 @@ impl Dispatcher {
     }
 
     /// Takes a user's stream over, and returns what was charged for it once the log and this replica
-    /// know it; `None` if they do not in time. The client claims to have received an answer with this
-    /// `usage` so far.
+    /// know it; `None` if they do not in time. Whoever leaves meanwhile, or gets nothing, has taken it
+    /// over nevertheless if the log says so, and pays what its client has received.
     pub(crate) async fn take_over(
         self: &Arc<Self>,
-        user: &UserName,
-        carried: CarriedStream,
-        session: Option<NamedSession>,
-        usage: Usage,
+        stream: ResumedStream,
     ) -> Option<EarlierAttempt> {
-        let taken = timeout(TAKE_OVER_MAX, async {
+        let dispatcher = Arc::clone(self);
+        let (sender, receiver) = oneshot::channel();
+        tokio::spawn(async move {
             loop {
-                match self.try_take_over(user, carried).await {
+                match dispatcher.try_take_over(&stream.user, stream.carried).await {
                     // Another take-over came first. Whoever proposed it may have left.
-                    Some((_, record)) if record.carrier != carried.carrier => {}
-                    taken => return taken,
+                    Some((_, record)) if record.carrier != stream.carried.carrier => {
+                        if sender.is_closed() {
+                            return;
+                        }
+                    }
+                    None => return,
+                    Some((user, record)) => {
+                        // Nobody receives it, so it is dropped, and pays.
+                        let _left = sender.send(dispatcher.taken_over(&stream, user, &record));
+                        return;
+                    }
                 }
             }
         });
-        let (user, record) = taken.await.ok().flatten()?;
+        timeout(TAKE_OVER_MAX, receiver).await.ok()?.ok()
+    }
+
+    /// Returns what the attempts at a stream have charged that this replica has taken over, and what
+    /// its client has received and not paid.
+    fn taken_over(
+        self: &Arc<Self>,
+        stream: &ResumedStream,
+        user: UserKey,
+        record: &StreamRecord,
+    ) -> EarlierAttempt {
+        let (carried, usage) = (stream.carried, stream.usage);
         let registry = self.view.registry();
+        let source = self.source_of(registry.hash_seed, stream.user.api_key(), &stream.model);
         let charged = Charge {
             input_uncached: record.charged.input_uncached,
             input_cached: record.charged.input_cached,
             output: record.charged.output,
+            source,
             ..nothing(user)
         };
         let prompt_tokens = record.charged.input();
+        let received_prompt = match usage.prompt_tokens {
+            0 => stream.estimated_prompt,
+            reported => reported,
+        };
         let estimate = Charge {
-            input_uncached: usage.prompt_tokens.saturating_sub(prompt_tokens),
+            input_uncached: received_prompt.saturating_sub(prompt_tokens),
             output: usage.completion_tokens.saturating_sub(charged.output),
             ..nothing(user)
         };
-        Some(EarlierAttempt {
+        EarlierAttempt {
             dispatcher: Arc::clone(self),
-            session,
+            session: stream.session,
             charge: EarlierCharge {
                 charged,
                 usage: Some(usage),
                 has_run: true,
-                is_claimed: true,
             },
             carried: Some(carried),
             debt: Some(Debt {
@@ -98,11 +137,9 @@ impl Dispatcher {
                 advance: Advance::left_over(record.advance, prompt_tokens > 0),
                 pricing: pricing_of(&registry),
             }),
-        })
+        }
     }
-}
 
-impl Dispatcher {
     /// Proposes once to take a user's stream over. Returns the record that this replica then knows;
     /// `None` if the proposal or the record is lost.
     async fn try_take_over(
@@ -120,7 +157,7 @@ impl Dispatcher {
             outbox.admits(key.user, carried)?;
             let known = self.view.streams().record(key).map_or(0, |it| it.epoch);
             outbox.take_over(key.user, carried, known.saturating_add(1));
-            Some((key, outbox.commit_of(key.user)))
+            Some((key, outbox.commit_of(key.user, Some(carried))))
         })?;
         self.outbox.flush_soon();
         let index: LogIndex = commit?.await.ok()?;

@@ -29,8 +29,6 @@ pub struct EarlierCharge {
     pub(super) usage: Option<Usage>,
     /// Whether an engine may have run the request, so that a session's turn counts.
     pub(super) has_run: bool,
-    /// Whether the usage is what a client claims that another replica has told it.
-    pub(super) is_claimed: bool,
 }
 
 impl EarlierCharge {
@@ -132,7 +130,6 @@ impl EarlierAttempt {
     pub(crate) fn join(&mut self, mut next: Self) {
         self.charge = EarlierCharge {
             has_run: self.charge.has_run || next.charge.has_run,
-            is_claimed: self.charge.is_claimed,
             ..next.charge
         };
         self.session = self.session.or(next.session.take());
@@ -232,7 +229,6 @@ impl Attempt {
                 charged: open.charged,
                 usage: open.usage,
                 has_run: false,
-                is_claimed: open.earlier.is_some_and(|earlier| earlier.is_claimed),
             },
             carried: open.carried,
             debt: None,

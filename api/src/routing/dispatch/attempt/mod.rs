@@ -23,12 +23,13 @@ use std::sync::Arc;
 use state::Registry;
 use state::admission::{Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
-use state::ids::{AttemptId, BackendRef, LogIndex, ModelKey, SourceKey, UserKey};
+use state::ids::{ApiKeyId, AttemptId, BackendRef, LogIndex, ModelKey, SourceKey, UserKey};
 use state::prefix::model_key;
 use state::streams::CarriedStream;
 use state::usage::{UsageSource, source_key};
 use tokio::time::Instant;
 
+pub(crate) use self::carried::ResumedStream;
 pub(crate) use self::handover::EarlierAttempt;
 pub use self::handover::{EarlierAttempts, EarlierCharge};
 use self::progress::ResponseProgress;
@@ -191,7 +192,7 @@ impl Dispatcher {
         let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
         let held = self.held(backend, &identity.chain, decision.matched);
-        let source = self.source_of(hash_seed, ask);
+        let source = self.source_of(hash_seed, ask.user.api_key(), ask.model);
         let (user, advance, carried) = self.outbox.with(|outbox| {
             outbox.follow_names(registry.names_since);
             let user = outbox.payer(hash_seed, ask.user.as_str());
@@ -243,11 +244,10 @@ impl Dispatcher {
     }
 
     /// Returns the source of a request in the usage, and queues its name if the state lacks it.
-    fn source_of(&self, hash_seed: u64, ask: &RoutingRequest<'_>) -> SourceKey {
-        let key = ask.user.api_key();
-        let source = source_key(hash_seed, key, ask.model);
+    fn source_of(&self, hash_seed: u64, key: Option<ApiKeyId>, model: &str) -> SourceKey {
+        let source = source_key(hash_seed, key, model);
         if !self.view.usage().knows(source) {
-            let model = ask.model.to_owned();
+            let model = model.to_owned();
             (self.outbox).with(|outbox| outbox.name_source(UsageSource { key, model }));
         }
         source
@@ -385,8 +385,9 @@ impl Attempt {
     /// # Errors
     /// Returns a receiver for the index if the log does not have the prompt yet.
     pub fn known_at(&self) -> Result<LogIndex, ChargeCommit> {
+        let carried = self.open.as_ref().and_then(|open| open.carried);
         // The prompt is queued together with the first charge.
-        (self.dispatcher.outbox).with(|outbox| match outbox.commit_of(self.user) {
+        (self.dispatcher.outbox).with(|outbox| match outbox.commit_of(self.user, carried) {
             Some(commit) => Err(commit),
             None => Ok(outbox.committed_to()),
         })
@@ -400,9 +401,10 @@ impl Attempt {
     /// Ends the attempt like [`Attempt::end`]. Returns a receiver for the commit of its charge;
     /// `None` if it is already committed.
     pub fn end_durably(mut self, end: AttemptEnd, now: Instant) -> Option<ChargeCommit> {
+        let carried = self.open.as_ref().and_then(|open| open.carried);
         self.close(end, now);
         let outbox = &self.dispatcher.outbox;
-        outbox.with(|outbox| outbox.commit_of(self.user))
+        outbox.with(|outbox| outbox.commit_of(self.user, carried))
     }
 
     /// Ends the attempt, and returns what was charged for the answer; `None` if it had ended.
@@ -472,7 +474,6 @@ impl Attempt {
             charged: open.charged,
             usage: open.usage,
             has_run,
-            is_claimed: open.earlier.is_some_and(|earlier| earlier.is_claimed),
         })
     }
 }

@@ -156,10 +156,6 @@ impl OpenAttempt {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
         self.count_gaps(dispatcher, usage.completion_tokens, now);
-        if self.earlier.is_some_and(|earlier| earlier.is_claimed) {
-            // The client says how many tokens were the prompt's. Nothing is learned from that.
-            return;
-        }
         if end != AttemptEnd::NotRun {
             let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,
