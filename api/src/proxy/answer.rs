@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::CONNECTION;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Version, request};
 use http_body::Body;
 use hyper::body::Incoming;
 use state::ids::UserKey;
@@ -17,19 +17,21 @@ use tracing::Instrument;
 
 use super::Proxy;
 use super::forward::log_order::catch_up;
-use super::forward::request_context::{ArrivedRequest, ProxiedRequest, begin_trace, trace_id};
+use super::forward::request_context::{
+    ArrivedRequest, ProxiedRequest, ResumableStream, begin_trace, trace_id,
+};
 use super::forward::stored::{RequestContext, forward_stored};
 use super::forward::{ForwardResult, forward};
 use super::listen::answer_body::{AnswerBody, AnswerBodyKind};
 use super::listen::write_timeout::hand_over;
 use super::record::metrics::{RequestMetricsGuard, RequestOutcome};
-use super::request::client_request::RequestHead;
+use super::request::client_request::{ClientRequest, RequestHead};
 use super::request::dialect::Dialect;
 use super::request::headers::{CLOSE, UPGRADE_AND_CLOSE, client_request_id, request_id};
 use super::request::identify::RequestOrigin;
 use super::request::request_body::{BodyReader, HeldBodyBytes, read_on};
 use super::request::routes::{Route, unslashed};
-use super::response::continuation::{EventIdKey, is_resumable, take_claim};
+use super::response::continuation::{EventIdKey, ResumeClaim, is_resumable, take_claim};
 use super::response::ratelimit;
 use super::response::response_body::{SharedResponseBody, lock};
 use super::settings::keys::Holder;
@@ -250,21 +252,9 @@ impl Proxy {
         };
         let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
         let user_key = read.user.key(self.requests.hash_seed());
-        let sign = || {
-            let secret = &self.view.registry().hash_secret;
-            Arc::new(EventIdKey::new(secret, user_key, (path, &body)))
-        };
-        let resumable = match &claim {
-            Some(claim) => {
-                let key = sign();
-                claim.check(&key)?;
-                Some((self.dispatcher.new_carrier(claim.id.stream), key))
-            }
-            None if endpoints.is_some() => None,
-            // The client would come back with the same name, and must get the same model.
-            None if read.resolved.as_ref().is_some_and(|it| it.is_momentary()) => None,
-            None => is_resumable(streams, &head, (&read.parsed, &body))
-                .then(|| (self.dispatcher.new_stream(), sign())),
+        let resumable = match &endpoints {
+            None => self.resumable((&head, &body), &read, user_key, claim.as_deref())?,
+            Some(_) => None,
         };
         // The token ids are as long as the prompt, and no longer needed.
         drop(ids);
@@ -300,6 +290,30 @@ impl Proxy {
             (record, trace),
             (resumable, claim),
         ))
+    }
+
+    /// Returns the stream that a request carries; `None` if its client cannot go on elsewhere.
+    fn resumable(
+        &self,
+        (head, body): (&request::Parts, &Bytes),
+        read: &ClientRequest,
+        user: UserKey,
+        claim: Option<&ResumeClaim>,
+    ) -> Result<Option<ResumableStream>, ProxyError> {
+        let sign = || {
+            let secret = &self.view.registry().hash_secret;
+            Arc::new(EventIdKey::new(secret, user, (head.uri.path(), body)))
+        };
+        if let Some(claim) = claim {
+            let key = sign();
+            claim.check(&key)?;
+            return Ok(Some((self.dispatcher.new_carrier(claim.id.stream), key)));
+        }
+        // The client would come back with the same name, and must get the same model.
+        let is_momentary = read.resolved.as_ref().is_some_and(|it| it.is_momentary());
+        let streams = &self.settings.streams;
+        let is_resumable = !is_momentary && is_resumable(streams, head, (&read.parsed, body));
+        Ok(is_resumable.then(|| (self.dispatcher.new_stream(), sign())))
     }
 
     /// Checks a request's head, and reads the body if the request is routed by it.
