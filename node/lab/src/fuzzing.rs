@@ -26,6 +26,7 @@ pub fn trace(bytes: &[u8]) {
             first,
             users: 3,
             seed: 7,
+            takes_recordings: true,
         };
         match parse(text, &options) {
             Ok(arrivals) => {

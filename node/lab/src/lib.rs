@@ -11,6 +11,7 @@ pub mod engine;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod ports;
+mod recorded;
 pub mod replay;
 pub mod rng;
 pub mod simulate;

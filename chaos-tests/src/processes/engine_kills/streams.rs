@@ -380,12 +380,18 @@ impl StreamClients {
     }
 
     async fn undisturbed_answer(&self, request: &StreamRequest) -> anyhow::Result<ReceivedStream> {
-        let url = format!("{}{}", self.undisturbed.url(), request.path);
-        let sent = Request::post(url).header(CONTENT_TYPE, "application/json");
-        let response = self
-            .client
-            .request(sent.body(request.undisturbed_body().into())?);
-        let (head, body) = response.await?.into_parts();
+        let send = || {
+            let url = format!("{}{}", self.undisturbed.url(), request.path);
+            let sent = Request::post(url).header(CONTENT_TYPE, "application/json");
+            let sent = sent.body(request.undisturbed_body().into());
+            sent.map(|sent| self.client.request(sent))
+        };
+        let response = match send()?.await {
+            // The engine may close an idle connection in the moment in which it is used again.
+            Err(_) => send()?.await,
+            response => response,
+        };
+        let (head, body) = response?.into_parts();
         let body = body.collect().await?.to_bytes();
         ensure!(
             head.status == StatusCode::OK,

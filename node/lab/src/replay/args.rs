@@ -21,7 +21,7 @@ use crate::terminal;
 /// Replay a recorded trace against running replicas or engines.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ReplayArgs {
-    /// Trace file: Mooncake's JSON lines, or Azure's or VTC's CSV
+    /// Trace file: a recording of `quorate record`, Mooncake's JSON lines, or Azure's or VTC's CSV
     #[arg(long, value_name = "FILE", required_unless_present = "workload")]
     trace: Option<PathBuf>,
     /// Generated requests instead of a trace: agents, whose prompts grow turn by turn, with pauses
@@ -73,7 +73,8 @@ pub struct ReplayArgs {
     /// Maximum number of requests in flight; beyond it requests are sent late
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     max_in_flight: u32,
-    /// Model to request [default: the first one the first target serves]
+    /// Model to request [default: the one that a recording names, if the first target serves it, else
+    /// the first one that it serves]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// Timeout of a request
@@ -113,20 +114,24 @@ fn policy(text: &str) -> Result<String, String> {
 /// If the trace cannot be read or is empty, a target is not a URL, the first target serves no
 /// model, or a cluster cannot be started.
 pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCode> {
-    let work = args.work()?;
+    let mut work = args.work()?;
     if !args.policies.is_empty()
-        && let LoadSource::Trace(arrivals) = &work
+        && let LoadSource::Trace(arrivals) = &mut work
     {
+        // The emulated engines serve a model of their own.
+        arrivals.iter_mut().for_each(|arrival| arrival.model = None);
         return policies::compare::<C>(&args.comparison(), arrivals).await;
     }
     let targets = Targets::new(&args.target)?;
-    let model = match args.model {
-        Some(model) => model,
+    let served = match &args.model {
+        Some(model) => vec![model.clone()],
         None => ReplayClient::new(args.timeout)
-            .first_model(targets.uri(0, "/v1/models"))
+            .models(targets.uri(0, "/v1/models"))
             .await
             .with_context(|| format!("ask {} for its models", targets.name(0)))?,
     };
+    work.request(&served);
+    let model = served.into_iter().next().unwrap_or_default();
     let bar = terminal::progress_bar(work.planned(), terminal::COUNT)?;
     let plan = LoadPlan {
         work,
@@ -172,6 +177,7 @@ impl ReplayArgs {
             first: self.first,
             users: self.users,
             seed: self.seed,
+            takes_recordings: true,
         };
         let arrivals = trace::read(trace, &options)?;
         ensure!(

@@ -206,11 +206,20 @@ impl ReplayClient {
             .unwrap_or(Err(ReplayError::TimedOut))
     }
 
-    /// Returns the first model that a server lists.
+    /// Returns the name of the first model that a server lists.
     ///
     /// # Errors
     /// If the request fails or the server lists no model.
     pub async fn first_model(&self, uri: Uri) -> Result<String, ReplayError> {
+        let models = self.models(uri).await?;
+        Ok(models.into_iter().next().unwrap_or_default())
+    }
+
+    /// Returns the names of all models that a server lists, of which there is at least one.
+    ///
+    /// # Errors
+    /// If the request fails or the server lists no model.
+    pub async fn models(&self, uri: Uri) -> Result<Vec<String>, ReplayError> {
         let request = Request::get(&uri)
             .header(HOST, host(&uri))
             .body(Full::default())
@@ -228,10 +237,11 @@ impl ReplayClient {
             }
             let models: ModelList = serde_json::from_slice(&body)
                 .map_err(|error| ReplayError::NotUnderstood(error.to_string()))?;
-            let first = models.data.into_iter().next();
-            first
-                .map(|model| model.id)
-                .ok_or_else(|| ReplayError::NotUnderstood("no model is served".to_owned()))
+            let models: Vec<String> = models.data.into_iter().map(|model| model.id).collect();
+            match models.is_empty() {
+                true => Err(ReplayError::NotUnderstood("no model is served".to_owned())),
+                false => Ok(models),
+            }
         };
         timeout(self.timeout, answer)
             .await

@@ -26,7 +26,7 @@ use super::trace::Arrival;
 pub struct LoadPlan<'a> {
     /// Source of the requests.
     pub work: LoadSource<'a>,
-    /// Name of the model to request.
+    /// Name of the model to request if a trace names none.
     pub model: String,
     /// Factor by which the trace's timestamps are sped up.
     pub speed: f64,
@@ -106,6 +106,15 @@ enum NextRequest {
 }
 
 impl LoadSource<'_> {
+    /// Lets a trace request no other models than those `served`.
+    pub fn request(&mut self, served: &[String]) {
+        if let Self::Trace(arrivals) = self {
+            for arrival in arrivals {
+                arrival.model.take_if(|model| !served.contains(model));
+            }
+        }
+    }
+
     /// Returns the number of requests.
     #[must_use]
     pub fn planned(&self) -> u64 {
@@ -252,8 +261,12 @@ impl RunningLoad<'_, '_> {
                 Some(PlannedRequest {
                     path: "/v1/completions",
                     user: arrival.user.clone(),
-                    session: [None, None],
-                    body: completion(&self.model, &prompt, arrival.output_tokens),
+                    session: arrival.session.clone(),
+                    body: completion(
+                        arrival.model.as_ref().unwrap_or(&self.model),
+                        &prompt,
+                        arrival.output_tokens,
+                    ),
                     chat: None,
                 })
             }

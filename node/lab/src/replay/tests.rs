@@ -38,6 +38,8 @@ fn arrivals(count: u64) -> Vec<Arrival> {
     let arrival = |number| Arrival {
         at: Duration::from_secs(number),
         user: "u".into(),
+        session: [None, None],
+        model: None,
         prompt: PromptSpec {
             ids: vec![0, number, 7],
             block_bytes: 128,

@@ -455,6 +455,7 @@ impl SimulateArgs {
                     first: None,
                     users: demand.users,
                     seed: self.seed,
+                    takes_recordings: false,
                 };
                 let mut arrivals = trace::read(path, &options).map_err(|error| {
                     SimulateArgsError::new(format!("{:#}", anyhow::Error::from(error)))

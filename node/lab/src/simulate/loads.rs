@@ -138,6 +138,7 @@ impl PolicyLoads<'_> {
             first: None,
             users: self.users,
             seed: self.base.seed,
+            takes_recordings: false,
         };
         let arrivals = trace::read(path, &options).map_err(|it| unreadable(it.into()))?;
         let recorded = SimWorkload::of_trace(&arrivals);

@@ -31,6 +31,8 @@ impl TraceFormat for Azure {
             user: None,
             input_tokens: token_field("ContextTokens", input)?,
             output_tokens: token_field("GeneratedTokens", output)?,
+            session: [None, None],
+            model: None,
             blocks: None,
         })
     }

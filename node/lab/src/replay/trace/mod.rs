@@ -1,9 +1,9 @@
 //! Recorded traces: arrival times, lengths, and shared prefixes of requests.
 //!
-//! The reader supports three formats, each a `TraceFormat`. It recognises a format by the first
-//! line. Traces state lengths in tokens; here a token is four bytes of text
-//! ([`crate::engine::text`]). Traces with block ids (Mooncake: 512 tokens each) get one text per
-//! id, so that equal ids give equal text and shared prefixes stay shared. Other traces get a
+//! The reader supports Quorate's recordings and three formats of others, each a `TraceFormat`. It
+//! recognises a format by the first line. Traces state lengths in tokens; here a token is four bytes
+//! of text ([`crate::engine::text`]). Traces with block ids (Mooncake: 512 tokens each) get one text
+//! per id, so that equal ids give equal text and shared prefixes stay shared. Other traces get a
 //! distinct text per request.
 //!
 //! `scale` multiplies lengths and block size alike, which keeps the structure of shared prefixes. A
@@ -11,6 +11,7 @@
 
 mod azure;
 mod mooncake;
+mod recording;
 #[cfg(test)]
 mod tests;
 mod vtc;
@@ -25,7 +26,7 @@ use std::time::Duration;
 use super::text::PromptSpec;
 use crate::engine::text::TOKEN_BYTES;
 
-/// Number of tokens in a block with an id.
+/// Number of tokens in a block of Mooncake's traces.
 const BLOCK_TOKENS: u32 = 512;
 /// Maximum number of tokens of a prompt or an output. The reader rejects a line with more.
 const TOKENS_MAX: u64 = 1 << 24;
@@ -60,6 +61,10 @@ pub struct Arrival {
     pub at: Duration,
     /// User who sends the request.
     pub user: Arc<str>,
+    /// Session of which the request is a turn, and the one that started it.
+    pub session: [Option<String>; 2],
+    /// Model that was requested, if known.
+    pub model: Option<String>,
     /// Prompt of the request.
     pub prompt: PromptSpec,
     /// Number of output tokens to request.
@@ -77,6 +82,8 @@ pub struct TraceOptions {
     pub users: u32,
     /// Seed of the prompts' texts.
     pub seed: u64,
+    /// Whether the file may be a recording of Quorate's.
+    pub takes_recordings: bool,
 }
 
 /// A fraction by which lengths are multiplied, such as `1/16`.
@@ -99,6 +106,14 @@ impl LengthScale {
         denominator: 16,
     };
 
+    /// Checks that blocks of so many tokens stay whole.
+    fn keeps_whole(self, block_tokens: u32) -> Result<(), String> {
+        let scaled = u64::from(block_tokens) * u64::from(self.numerator);
+        let is_whole = scaled.is_multiple_of(self.denominator.into());
+        let expected = || format!("expected a scale that keeps {block_tokens}-token blocks whole");
+        is_whole.then_some(()).ok_or_else(expected)
+    }
+
     /// Scales a length, rounded up so that no length becomes 0.
     pub(crate) fn apply(self, tokens: u32) -> u32 {
         let scaled = u64::from(tokens) * u64::from(self.numerator);
@@ -120,15 +135,11 @@ impl FromStr for LengthScale {
         let (Some(numerator), Some(denominator)) = (whole(numerator), whole(denominator)) else {
             return Err("expected a fraction like 1/16, of numbers from 1 to 4096".to_owned());
         };
-        if !(BLOCK_TOKENS * numerator).is_multiple_of(denominator) {
-            return Err(format!(
-                "expected a scale that keeps {BLOCK_TOKENS}-token blocks whole"
-            ));
-        }
-        Ok(Self {
+        let scale = Self {
             numerator,
             denominator,
-        })
+        };
+        scale.keeps_whole(BLOCK_TOKENS).map(|()| scale)
     }
 }
 
@@ -138,10 +149,12 @@ struct TraceRecord {
     /// Time of the request since the format's origin.
     at: Duration,
     user: Option<String>,
+    session: [Option<String>; 2],
+    model: Option<String>,
     input_tokens: u32,
     output_tokens: u32,
-    /// Ids of the prompt's blocks; `None` if the format has none.
-    blocks: Option<Vec<u64>>,
+    /// Ids of the prompt's blocks, and the tokens of each but the last; `None` if the format has none.
+    blocks: Option<(Vec<u64>, u32)>,
 }
 
 /// A file format of traces.
@@ -185,11 +198,34 @@ pub fn read(path: &Path, options: &TraceOptions) -> Result<Vec<Arrival>, TraceEr
 /// The number of the first invalid line, counted from 1, and what is wrong with it.
 pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, (usize, String)> {
     let first_line = text.lines().next().unwrap_or_default();
+    let is_recording = recording::begins_with(first_line);
+    if is_recording && !options.takes_recordings {
+        let message = "a recording of `quorate record` is read with --from-decisions";
+        return Err((1, message.to_owned()));
+    }
+    let (mut records, grain) = match is_recording {
+        true => (recording::records(text, options.scale)?, Duration::ZERO),
+        false => records(text, first_line)?,
+    };
+    records.sort_by_key(|record| record.at);
+    let start = records.first().map_or(Duration::ZERO, |record| record.at);
+    for record in &mut records {
+        record.at -= start;
+    }
+    if let Some(first) = options.first {
+        records.retain(|record| record.at < first);
+    }
+    spread(&mut records, grain);
+    Ok(into_arrivals(records, options))
+}
+
+/// Reads a trace line by line. Returns its records, and the interval that timestamps are rounded to.
+fn records(text: &str, first_line: &str) -> Result<(Vec<TraceRecord>, Duration), (usize, String)> {
     let format = FORMATS.iter().find(|format| format.begins_with(first_line)).ok_or((
         1,
         format!(
-            "expected a Mooncake record ({{\"timestamp\":..}}) or the heading of an Azure or a VTC \
-             trace, found {}",
+            "expected a recording of `quorate record`, a Mooncake record ({{\"timestamp\":..}}) or \
+             the heading of an Azure or a VTC trace, found {}",
             shown(first_line)
         ),
     ))?;
@@ -200,16 +236,7 @@ pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, 
         }
         records.push(format.read(line).map_err(|message| (index + 1, message))?);
     }
-    records.sort_by_key(|record| record.at);
-    let start = records.first().map_or(Duration::ZERO, |record| record.at);
-    for record in &mut records {
-        record.at -= start;
-    }
-    if let Some(first) = options.first {
-        records.retain(|record| record.at < first);
-    }
-    spread(&mut records, format.grain());
-    Ok(into_arrivals(records, options))
+    Ok((records, format.grain()))
 }
 
 /// Spreads records with equal timestamps evenly over the grain, or up to the next timestamp if that
@@ -244,18 +271,17 @@ fn into_arrivals(records: Vec<TraceRecord>, options: &TraceOptions) -> Vec<Arriv
         let bytes = options.scale.apply(record.input_tokens) as usize * TOKEN_BYTES;
         let user = match &record.user {
             Some(user) => Arc::from(user.as_str()),
-            None => users.pick(record.blocks.as_deref().unwrap_or_default()),
+            None => users.pick(record.blocks.as_ref().map_or(&[], |(ids, _)| ids)),
         };
         let (ids, block_bytes) = match record.blocks {
-            Some(ids) => (
-                ids,
-                options.scale.apply(BLOCK_TOKENS) as usize * TOKEN_BYTES,
-            ),
+            Some((ids, tokens)) => (ids, options.scale.apply(tokens) as usize * TOKEN_BYTES),
             None => (vec![number as u64], bytes),
         };
         Arrival {
             at: record.at,
             user,
+            session: record.session,
+            model: record.model,
             prompt: PromptSpec {
                 ids,
                 block_bytes,

@@ -45,7 +45,9 @@ impl TraceFormat for Mooncake {
             user: None,
             input_tokens,
             output_tokens: tokens("output_length", line.output_length)?,
-            blocks: Some(line.hash_ids),
+            session: [None, None],
+            model: None,
+            blocks: Some((line.hash_ids, BLOCK_TOKENS)),
         })
     }
 

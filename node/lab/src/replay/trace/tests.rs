@@ -9,6 +9,7 @@ const OPTIONS: TraceOptions = TraceOptions {
     first: None,
     users: 2,
     seed: 1,
+    takes_recordings: true,
 };
 
 fn line(timestamp: u64, input: u64, ids: &[u64]) -> String {
@@ -99,7 +100,7 @@ fn a_bad_line_is_reported_with_number_and_expectation() {
     let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n";
     let vtc = "req_time_s,user,prompt_len,output_len\n";
     for (trace, at, says) in [
-        (String::new(), 1, "expected a Mooncake record"),
+        (String::new(), 1, "expected a recording of"),
         ("hello\n".to_owned(), 1, "found \"hello\""),
         (
             good.clone() + "{\"timestamp\": 1}\n",
@@ -142,6 +143,69 @@ fn a_bad_line_is_reported_with_number_and_expectation() {
         let (line, message) = parse(&trace, &OPTIONS).unwrap_err();
         assert_eq!(line, at, "{message}");
         assert!(message.contains(says), "{message:?} does not say {says:?}");
+    }
+}
+
+/// Returns a recording of two requests that share their first block of 16 tokens.
+fn recording(user: &str) -> String {
+    let head = r#"{"quorate_recording":1,"replicas":[1],"salt":"s","from_ms":5,"until_ms":9,"ended_by":"seconds","backends":[]}"#;
+    let line = |at: u64, model: &str, chain: &str, report: &str| {
+        format!(
+            r#"{{"at_ms":{at},"replica":1,"user":"{user}","session":"s1","model":"{model}","unit":"tokens","tokens":35,"block_tokens":16,"matchable":2,"stream":true,{chain},"attempts":[{{"after_ms":1,"waited_ms":1,"index":1,"policy":"cost","candidates":2,"backend":"a","matched":0,"reason":"jitter"{report}}}]}}"#
+        )
+    };
+    let report = r#","report":{"end":"finished","prompt_tokens":35,"cached_tokens":10,"output_tokens":7,"ttft_ms":2.5,"duration_ms":9}"#;
+    let first = line(
+        100,
+        "m",
+        r#""blocks":["00000000000000a1","00000000000000a2"]"#,
+        report,
+    );
+    let second = line(
+        350,
+        "n",
+        r#""after":"00000000000000a1","blocks":["00000000000000a3"]"#,
+        "",
+    );
+    format!("{head}\n{first}\n{second}\n")
+}
+
+#[test]
+fn a_recording_is_replayed_with_its_users_sessions_models_and_shared_prefixes() {
+    let arrivals = parse(&recording("u1"), &OPTIONS).unwrap();
+    let [first, second] = &arrivals[..] else {
+        panic!("{arrivals:?}");
+    };
+    assert_eq!(second.at, Duration::from_millis(250));
+    assert_eq!(
+        (&*first.user, first.session[0].as_deref()),
+        ("u1", Some("s1"))
+    );
+    let models = [&first.model, &second.model].map(Option::as_deref);
+    assert_eq!(models, [Some("m"), Some("n")]);
+    // Without a report, a request gets the usual output.
+    assert_eq!((first.output_tokens, second.output_tokens), (7, 7));
+    let texts = [first, second].map(|it| it.prompt.text());
+    assert_eq!(texts.each_ref().map(String::len), [35 * 4; 2]);
+    assert_eq!(texts[0][..64], texts[1][..64]);
+    assert_ne!(texts[0][64..128], texts[1][64..128]);
+    assert_ne!(texts[0][128..], texts[1][128..]);
+}
+
+#[test]
+fn a_bad_recording_is_refused_with_its_line() {
+    for (recording, scale, expected) in [
+        (recording("a b"), "1", (2, "expected an id without blanks")),
+        (recording("u"), "1/32", (2, "keeps 16-token blocks whole")),
+        (recording("u") + "{]\n", "1", (4, "expected")),
+    ] {
+        let options = TraceOptions {
+            scale: scale.parse().unwrap(),
+            ..OPTIONS
+        };
+        let (line, message) = parse(&recording, &options).unwrap_err();
+        assert_eq!(line, expected.0, "{message}");
+        assert!(message.contains(expected.1), "{message}");
     }
 }
 

@@ -37,6 +37,8 @@ impl TraceFormat for Vtc {
             user: Some(user.to_owned()),
             input_tokens: token_field("prompt_len", input)?,
             output_tokens: token_field("output_len", output)?,
+            session: [None, None],
+            model: None,
             blocks: None,
         })
     }
