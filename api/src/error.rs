@@ -461,6 +461,8 @@ fn is_final(failure: &ProxyError) -> bool {
             | ProxyError::NotResumable { .. }
             | ProxyError::TakenOver
             | ProxyError::BreaksBackends
+            | ProxyError::KeepsNothing { .. }
+            | ProxyError::NoWebsockets
     )
 }
 
@@ -581,7 +583,12 @@ mod tests {
         let response = openai_response(&ProxyError::EngineTimeout);
         assert_eq!(response.status(), 504);
         assert_eq!(response.headers()[SHOULD_RETRY], "false");
-        for failure in [ProxyError::EngineBroke, ProxyError::BreaksBackends] {
+        let kept = "files";
+        for failure in [
+            ProxyError::EngineBroke,
+            ProxyError::BreaksBackends,
+            ProxyError::KeepsNothing { kept },
+        ] {
             assert_eq!(openai_response(&failure).headers()[SHOULD_RETRY], "false");
         }
     }

@@ -42,24 +42,27 @@ pub(crate) fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Lowers the limits on clients to what `descriptors` descriptors can support.
-pub fn fit(limits: &mut ProxyLimits, descriptors: u64) {
-    let (connections, requests) = (limits.connections_max, limits.requests_max);
+/// Lowers the limits on clients to what `descriptors` descriptors can support. Logs it if that
+/// changes the limits in force.
+pub fn fit(limits: &mut ProxyLimits, in_force: Option<&ProxyLimits>, descriptors: u64) {
+    let configured = (limits.connections_max, limits.requests_max);
+    let (connections, requests) = configured;
     let fitting = fitting(connections, requests, descriptors);
-    if fitting == (connections, requests) {
+    (limits.connections_max, limits.requests_max) = fitting;
+    let same = |it: &ProxyLimits| (it.connections_max, it.requests_max) == fitting;
+    if fitting == configured || in_force.is_some_and(same) {
         return;
     }
-    (limits.connections_max, limits.requests_max) = fitting;
-    tracing::warn!(
-        descriptors,
-        wanted = wanted(connections, requests),
-        configured_connections = connections,
-        configured_requests = requests,
-        max_connections = limits.connections_max,
-        max_requests = limits.requests_max,
-        "too few file descriptors for limits.max_connections and limits.max_requests, now lowered \
-         (LimitNOFILE, ulimit -n)"
-    );
+    const TEXT: &str = "too few file descriptors for limits.max_connections and \
+                        limits.max_requests, now lowered (LimitNOFILE, ulimit -n)";
+    let wanted = wanted(connections, requests);
+    let (max_connections, max_requests) = fitting;
+    // More than half of what was wanted is no fault.
+    if max_connections > connections / 2 && max_requests > requests / 2 {
+        tracing::info!(descriptors, wanted, max_connections, max_requests, "{TEXT}");
+    } else {
+        tracing::warn!(descriptors, wanted, max_connections, max_requests, "{TEXT}");
+    }
 }
 
 fn wanted(connections: u32, requests: u32) -> u64 {

@@ -190,12 +190,13 @@ impl ConfigReload {
     /// Applies the settings that can change at run time. Lowers limits that the process cannot
     /// support.
     fn take_settings(&mut self, config: &Config) {
-        let connections_max = self.running.limits.connections_max;
+        let in_force = self.running.limits;
         self.running.limits = ProxyLimits {
-            connections_max,
+            connections_max: in_force.connections_max,
             ..config.limits
         };
-        descriptors::fit(&mut self.running.limits, descriptors::limit());
+        let limits = &mut self.running.limits;
+        descriptors::fit(limits, Some(&in_force), descriptors::limit());
         memory::fit(&mut self.running.limits, memory::limit());
         self.running.probes = config.probes.clone();
         self.running.drain = config.drain.clone();

@@ -40,7 +40,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let loaded = source.clone().load_with(backends.clone())?;
     let level = telemetry::init(&loaded.config.log)?;
     let mut config = loaded.config;
-    descriptors::fit(&mut config.limits, descriptors::raise());
+    descriptors::fit(&mut config.limits, None, descriptors::raise());
     memory::fit(&mut config.limits, memory::limit());
     for file in &config.secret_files {
         if file_permissions::is_open_to_others(file) {

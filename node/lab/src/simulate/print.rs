@@ -7,6 +7,13 @@ use super::recorded::RecordedFigures;
 use super::report::SimComparison;
 use crate::terminal::{FittedTable, column};
 
+/// Explains the columns that [`routing`] can show and that have no common meaning.
+const LEGEND: &str = "
+of ideal: hits, relative to one cache that all backends share; regret: ms by which the
+mean TTFT exceeds its lower bound; gap: ms between tokens; good/s: answers a second within
+--goal-ttft and --goal-gap; spread: requests between the busiest and the idlest backend;
+busiest: its requests, relative to an even share";
+
 /// Returns the tables of a comparison and the verdicts on its claims, one below the other.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
@@ -17,6 +24,7 @@ pub fn tables(comparison: &SimComparison) -> String {
         return ended(comparison, parts);
     }
     parts.push(format!("\n{}", routing(comparison)));
+    parts.push(LEGEND.to_owned());
     if comparison.runs.iter().any(|run| run.agents.is_some()) {
         parts.push(format!("\n{}", agents(comparison)));
     }
