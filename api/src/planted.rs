@@ -86,4 +86,6 @@ plantable_bugs! {
     MinorityUnnoticed,
     /// The backend that goes on with an answer charges all of it.
     AnswerPaidAgain,
+    /// Decisions notice changed settings only together with changed backends.
+    SettingsNoticedLate,
 }

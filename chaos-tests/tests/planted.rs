@@ -37,6 +37,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.ShareIgnored", "I70", &[], 4, 9),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
     ("api.AnswerPaidAgain", "I38", &[], 4, 3),
+    ("api.SettingsNoticedLate", "I175", &[], 4, 15),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
     ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 1),
     (

@@ -255,6 +255,7 @@ impl RecordBuilder {
             agent_sessions: (self.state.view().trees().sessions())
                 .map(|(key, session)| (key, *session))
                 .collect(),
+            answers: Vec::new(),
         };
         let seen = &mut self.record.observation;
         seen.at_rest.insert(ReplicaId(1), at_rest);

@@ -27,6 +27,7 @@ pub mod majority_answers;
 pub mod nothing_leaks;
 pub mod one_leader;
 pub mod owned_blocks_are_consistent;
+pub mod same_answers;
 pub mod same_digest;
 pub mod same_log;
 pub mod settings_as_written;
@@ -82,6 +83,7 @@ macro_rules! invariant {
 pub const ALL: &[Invariant] = &[
     invariant!(same_log),
     invariant!(same_digest),
+    invariant!(same_answers),
     invariant!(applied_in_order),
     invariant!(one_leader),
     invariant!(acknowledged_writes_stay),

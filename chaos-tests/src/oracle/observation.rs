@@ -150,6 +150,9 @@ pub struct AtRest {
     pub in_flight: u64,
     /// Sessions of agents that the replica knows.
     pub agent_sessions: BTreeMap<AgentSessionKey, AgentSession>,
+    /// How the replica would route requests that nobody sends, without what it alone can know. All
+    /// replicas are asked the same.
+    pub answers: Vec<String>,
 }
 
 impl Observation {

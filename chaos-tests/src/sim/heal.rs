@@ -242,6 +242,11 @@ impl World {
                 overlay_blocks: usize::from(!router.is_overlay_empty()),
                 in_flight: in_flight(seat, core),
                 agent_sessions: trees.sessions().map(|(key, it)| (key, *it)).collect(),
+                answers: seat.machine.handle().map_or_else(Vec::new, |handle| {
+                    // The current time is that of the replica's own clock.
+                    let _within = handle.enter();
+                    workload::answers(core)
+                }),
             };
             ledger.with(|record| {
                 let observation = &mut record.observation;

@@ -15,6 +15,7 @@ use state::{Backend, Registry, StateView};
 
 use super::endpoints::endpoint_of;
 use crate::engines::backends::Doubt;
+use crate::planted::{self, Bug};
 use crate::routing::RoutingRequest;
 use crate::routing::metrics::{BackendMeter, RoutingMetrics};
 use crate::routing::verdict::{FilterCounts, FilterVerdict};
@@ -245,6 +246,9 @@ impl Fleet {
         let registry = self.view.registry();
         let table = self.table.load();
         if Arc::ptr_eq(&table.registry, &registry) {
+            return Arc::clone(&table);
+        }
+        if planted::is(Bug::SettingsNoticedLate) && table.registry.backends == registry.backends {
             return Arc::clone(&table);
         }
         let table = Arc::new(RoutingTable::of(registry, &self.metrics));

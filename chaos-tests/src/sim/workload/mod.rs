@@ -15,6 +15,7 @@ mod limits;
 mod operator;
 mod planner;
 mod publisher;
+mod questions;
 mod reader;
 mod streams;
 mod wait;
@@ -32,6 +33,7 @@ use state::ids::ReplicaId;
 use tokio::runtime::Handle;
 
 pub use self::engines::SimEngines;
+pub(in crate::sim) use self::questions::answers;
 pub(in crate::sim) use self::reader::keys;
 use super::apply_observer::RecordKeeper;
 use super::node::SimTime;
