@@ -124,6 +124,7 @@ fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<Stri
             faulty: Duration::from_secs(*seconds),
             only: only.to_vec(),
             is_calm: false,
+            varies: false,
             is_traced: false,
             bug: Some(bug),
         })

@@ -15,6 +15,7 @@ pub mod faults;
 mod fleet;
 mod heal;
 mod inject;
+mod knobs;
 mod limits;
 pub mod log;
 pub mod network;

@@ -54,6 +54,8 @@ pub struct WorldPlan {
     pub hash_seed: u64,
     /// Kind of change to the whole fleet.
     pub fleet: FleetKind,
+    /// Settings of the config that are not at their defaults, as flags.
+    pub knobs: Vec<String>,
     snapshot_every: u32,
     snapshot_every_bytes: u64,
     heartbeat_ms: u64,
@@ -66,9 +68,9 @@ pub struct WorldPlan {
 }
 
 impl WorldPlan {
-    /// Draws the plan for `seed`.
+    /// Draws the plan for `seed`, with values of the config too if it `varies` them.
     #[must_use]
-    pub fn of(seed: u64) -> Self {
+    pub fn of(seed: u64, varies: bool) -> Self {
         let mut rng = Rng::new(seed, RNG_LABEL);
         let mut one_of = |bound: usize| rng.within(0, bound as u32 - 1) as usize;
         let (heartbeat_ms, election_ms) =
@@ -92,6 +94,10 @@ impl WorldPlan {
                 2 | 3 => FleetKind::Mixed,
                 _ => FleetKind::Plain,
             },
+            knobs: match varies {
+                true => super::knobs::draw(seed),
+                false => Vec::new(),
+            },
         }
     }
 
@@ -113,11 +119,16 @@ impl WorldPlan {
         members: &[u8],
         joins: bool,
     ) -> anyhow::Result<Config> {
-        let flags = vec![
+        let mut flags = self.knobs.clone();
+        flags.extend([
+            format!(
+                "routing.policy={}",
+                PolicyConfig::defaults()[self.policy].name()
+            ),
             format!("node.id={id}"),
             format!("node.data_dir={}", dir.display()),
             format!("listen.advertise=10.0.0.{id}"),
-        ];
+        ]);
         let origin = Origin {
             flags,
             ..Origin::default()
@@ -137,7 +148,6 @@ impl WorldPlan {
             config.cluster.statefulset.name = Some("quorate".to_owned());
             config.cluster.statefulset.remove_absent_after = ms(3000);
         }
-        config.policy = PolicyConfig::defaults()[self.policy].clone();
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).context("tokenizer")?,

@@ -26,6 +26,8 @@ pub struct SeedOptions {
     pub only: Vec<Fault>,
     /// Whether no fault happens.
     pub is_calm: bool,
+    /// Whether the seed draws values of the config, inside their documented ranges.
+    pub varies: bool,
     /// Whether the trace keeps text.
     pub is_traced: bool,
     /// Bug to plant during the run, if any.
@@ -80,6 +82,7 @@ pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
         is_traced: run.is_traced,
         only: run.only.clone(),
         is_calm: run.is_calm,
+        varies: run.varies,
     })?;
     let mut subjects = BTreeMap::new();
     let done = live(&mut world, run, &mut subjects);

@@ -52,6 +52,8 @@ pub struct WorldOptions {
     pub only: Vec<Fault>,
     /// Whether no fault happens.
     pub is_calm: bool,
+    /// Whether the seed draws values of the config.
+    pub varies: bool,
 }
 
 /// Counts of events in a world.
@@ -139,7 +141,7 @@ impl World {
     /// If a config or machine cannot be created.
     pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
-        let mut plan = WorldPlan::of(seed);
+        let mut plan = WorldPlan::of(seed, options.varies);
         if options.only.contains(&Fault::Scale) {
             plan.fleet = FleetKind::Scaled;
         } else if options.only.contains(&Fault::Upgrade) {

@@ -53,6 +53,9 @@ struct SeedsArgs {
     /// Injects no faults.
     #[arg(long)]
     calm: bool,
+    /// Draws values of the config too, inside their documented ranges.
+    #[arg(long)]
+    vary: bool,
     /// Prints all events; for one seed.
     #[arg(long)]
     trace: bool,
@@ -87,6 +90,7 @@ impl SeedsArgs {
             faulty: Duration::from_secs(self.seconds_simulated),
             only: only.collect::<anyhow::Result<_>>()?,
             is_calm: self.calm,
+            varies: self.vary,
             is_traced: self.trace,
             bug,
         })
@@ -106,6 +110,9 @@ impl SeedsArgs {
         }
         if self.calm {
             line += " --calm";
+        }
+        if self.vary {
+            line += " --vary";
         }
         line + " --trace"
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use state::budgets::Budget;
 use state::command::{Command, UserSettings};
 use state::quotas::UserLimits;
 use state::{STAMP_LATE_MS_MAX, UNANIMOUS_MS};
@@ -24,13 +25,20 @@ const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_
 pub(super) async fn wait_out(handles: &ReplicaHandles, client: u32) {
     let mut rng = handles.rng(KIND, 0);
     let user = format!("waits-{}", handles.run.replica);
+    let enough = Some(1 << 50);
     let limits = UserLimits {
         requests: Some(1),
+        tokens: enough,
+        tokens_per_tree: enough,
         window_ms: Some(WINDOW_MS),
         ..UserLimits::default()
     };
     let settings = UserSettings {
         limits: Some(limits),
+        budget: Some(Budget {
+            day: enough,
+            month: enough,
+        }),
         ..UserSettings::default()
     };
     operator::submit(handles, client, Command::configure_user(&user, settings)).await;

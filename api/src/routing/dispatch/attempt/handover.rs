@@ -110,8 +110,8 @@ pub(crate) struct EarlierAttempt {
     pub(super) debt: Option<Debt>,
 }
 
-/// What another attempt reports if it goes on: the estimated prompt of an attempt whose engine
-/// failed before it reported anything, or what the client of a resumable stream has received and the
+/// What another attempt reports if it goes on: the estimated prompt of an attempt that ended before its
+/// engine reported anything, or what the client of a resumable stream has received and the
 /// log has not charged.
 pub(super) struct Debt {
     pub(super) estimate: Charge,
@@ -198,7 +198,7 @@ impl Attempt {
         }
         let session = open.session.take();
         let is_unknown = open.usage.is_none() && open.unreported_bytes == 0;
-        let owes = !open.owes && end == AttemptEnd::Failed && is_unknown;
+        let owes = !open.owes && end != AttemptEnd::NotRun && is_unknown;
         let debt = owes.then(|| Debt {
             estimate: open.due(open.usage_or_estimate(&dispatcher, end, now)),
             advance: std::mem::take(&mut open.advance),
