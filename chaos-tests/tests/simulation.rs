@@ -195,3 +195,15 @@ fn rolling_and_flapping_sources_lose_no_listed_engine() {
         );
     }
 }
+
+/// Concurrency of 1, batches, budgets of a few tokens, weights of thousandths and the like: no rule may
+/// hold by default values only.
+#[test]
+fn invariants_hold_with_any_settings() {
+    for number in [2, 111, 220] {
+        held(&SeedOptions {
+            varies: true,
+            ..seed(number, 3500)
+        });
+    }
+}

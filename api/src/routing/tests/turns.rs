@@ -238,3 +238,35 @@ fn an_attempt_after_one_that_has_not_run_pays_for_itself() {
         bench.assert_quiet();
     }
 }
+
+#[test]
+fn what_an_attempt_without_a_report_owes_is_paid_by_whoever_goes_on() {
+    for end in [AttemptEnd::Broken, AttemptEnd::Failed] {
+        for next_end in [AttemptEnd::Finished, AttemptEnd::NotRun] {
+            let bench = Bench::new(2);
+            let identity = bench.identify("What is next?");
+            let prompt = u64::from(identity.tokens);
+            let request = ask(&identity, &[]);
+            let decision = bench.decide_on(&request).unwrap();
+            let earlier = EarlierAttempts::default();
+            earlier.hand_over(bench.dispatch(&decision, &request), end, Instant::now());
+            let terms = DispatchTerms {
+                earlier: earlier.charge(),
+                ..DispatchTerms::default()
+            };
+            let dispatcher = bench.router.dispatcher();
+            let mut second = dispatcher.dispatch(&decision, &request, terms, Instant::now());
+            earlier.go_on(&mut second, "");
+            let mut expected = [prompt, 0, 0];
+            if next_end == AttemptEnd::Finished {
+                // The first backend's cached tokens are not known, so those of this one count.
+                second.usage(usage(prompt, Some(prompt - 1), 5), Instant::now());
+                expected = [1, prompt - 1, 5];
+            }
+            second.end(next_end, Instant::now());
+            bench.flush();
+            assert_eq!(bench.charged(), expected, "{end:?}, then {next_end:?}");
+            bench.assert_quiet();
+        }
+    }
+}

@@ -182,6 +182,8 @@ impl BrokenAnswer<'_> {
                     self.handles.context.count("stream", "continued");
                 }
                 NextEvent::Pause | NextEvent::Move => {
+                    // It has generated output, however the next one ends.
+                    self.has_run = true;
                     self.request.earlier.lend(&attempt);
                     let which = match is_move {
                         true => AdmissionTry::Now,
@@ -198,7 +200,6 @@ impl BrokenAnswer<'_> {
                         true => AttemptEnd::Moved,
                         false => AttemptEnd::Broken,
                     };
-                    self.has_run = true;
                     other.replaces(attempt, end, Instant::now());
                     (attempt, service) = (other, its);
                     self.handles.context.count("stream", "taken over");

@@ -422,14 +422,11 @@ impl Attempt {
             open.is_lost();
         }
         open.settle_cached(&self.dispatcher, end);
-        let mut charge = match end {
-            _ if open.owes => nothing(self.user),
-            AttemptEnd::NotRun => nothing(self.user),
-            AttemptEnd::Finished
-            | AttemptEnd::Broken
-            | AttemptEnd::ClientLeft
-            | AttemptEnd::Failed
-            | AttemptEnd::Moved => open.due(open.usage_or_estimate(&self.dispatcher, end, now)),
+        let has_run =
+            end != AttemptEnd::NotRun || open.earlier.is_some_and(|earlier| earlier.has_run);
+        let mut charge = match has_run && !open.owes {
+            true => open.due(open.usage_or_estimate(&self.dispatcher, end, now)),
+            false => nothing(self.user),
         };
         charge.ended = 1;
         let outcome = match end {
@@ -456,8 +453,6 @@ impl Attempt {
             open.charge(&self.dispatcher, outbox, charge);
             open.close_advance(outbox);
         });
-        let has_run =
-            end != AttemptEnd::NotRun || open.earlier.is_some_and(|earlier| earlier.has_run);
         if has_run {
             open.note_charged(charge);
             open.end_turn(&self.dispatcher);
