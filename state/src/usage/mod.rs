@@ -13,6 +13,7 @@
 //! A deleted user's rows become rows of [`NOBODY`] that keep day and model, so that the fleet's use
 //! still adds up and nothing leads to the user.
 
+mod sources;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -28,8 +29,6 @@ pub use table::{UsageRow, UsageView};
 
 /// Maximum number of rows.
 pub const USAGE_ROWS_MAX: usize = 200_000;
-/// Maximum number of sources with a name. Usage of further ones has neither key nor model.
-pub const SOURCES_MAX: usize = 16_384;
 /// User of rows whose users are not known any more.
 pub const NOBODY: UserKey = UserKey(0);
 
@@ -42,15 +41,13 @@ pub struct UsageSource {
     pub model: String,
 }
 
-/// Returns the key of a source: `xxh3_64` of the API key's id, little-endian and if there is one, a
-/// byte that says whether, and the model, seeded with the cluster's `hash_seed`.
+/// Returns the key of a source: `xxh3_64` of the model, seeded with the `xxh3_64` of the API key's id,
+/// little-endian, seeded with the cluster's `hash_seed`. Without a key, the id has no bytes.
 #[must_use]
 pub fn source_key(hash_seed: u64, key: Option<ApiKeyId>, model: &str) -> SourceKey {
-    let mut bytes = Vec::with_capacity(9 + model.len());
-    bytes.extend(key.iter().flat_map(|id| id.0.to_le_bytes()));
-    bytes.push(u8::from(key.is_some()));
-    bytes.extend(model.as_bytes());
-    SourceKey(xxh3_64_with_seed(&bytes, hash_seed))
+    let id = key.map(|id| id.0.to_le_bytes());
+    let seed = xxh3_64_with_seed(id.as_ref().map_or(&[], |id| &id[..]), hash_seed);
+    SourceKey(xxh3_64_with_seed(model.as_bytes(), seed))
 }
 
 /// What a row counts.

@@ -1,12 +1,12 @@
 //! The table of usage: the changes that the log orders, and its image in snapshots.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::collections::BTreeSet;
 
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{Detail, NOBODY, RowKey, SOURCES_MAX, USAGE_ROWS_MAX, UsageSource, source_key};
+use super::sources::{NamedSources, Sources};
+use super::{Detail, NOBODY, RowKey, USAGE_ROWS_MAX, UsageSource, source_key};
 use crate::budgets::{BACK_MS_MAX, BudgetPeriod};
 use crate::cow::CowMap;
 use crate::encoding;
@@ -20,9 +20,10 @@ const DROPS_PER_COMMAND: usize = 64;
 const FOLDS_PER_ROW: usize = 16;
 /// Maximum number of rows or sources in one section of a snapshot.
 const ROWS_PER_PIECE: usize = 4096;
+/// Maximum number of names of sources without rows, such as those that are named and not charged yet.
+const UNUSED_SOURCES_MAX: usize = 4096;
 
 type RowMap = CowMap<RowKey, UserUsage>;
-type Sources = BTreeMap<SourceKey, UsageSource>;
 
 /// What is kept in addition to the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
@@ -33,8 +34,6 @@ struct UsageTotals {
     charged: UserUsage,
     /// Usage of rows that were dropped by age.
     dropped: UserUsage,
-    /// Whether a row went since sources without rows were last removed.
-    has_lost_rows: bool,
 }
 
 /// Usage by day, user and source.
@@ -42,9 +41,9 @@ pub(crate) struct UsageTable {
     rows: RowMap,
     /// Rows in the order in which they fold and age.
     order: BTreeSet<(u32, Detail, RowKey)>,
-    sources: Arc<Sources>,
+    sources: Sources,
     totals: UsageTotals,
-    /// Wrapping sum of the hashes of all rows and sources.
+    /// Wrapping sum of the hashes of all rows.
     digest: u128,
     rows_max: usize,
     is_changed: bool,
@@ -52,16 +51,16 @@ pub(crate) struct UsageTable {
 
 impl Default for UsageTable {
     fn default() -> Self {
-        Self::with_bound(USAGE_ROWS_MAX)
+        Self::with_bounds(USAGE_ROWS_MAX, UNUSED_SOURCES_MAX)
     }
 }
 
 impl UsageTable {
-    pub(super) fn with_bound(rows_max: usize) -> Self {
+    pub(super) fn with_bounds(rows_max: usize, unused_sources_max: usize) -> Self {
         Self {
             rows: RowMap::new(),
             order: BTreeSet::new(),
-            sources: Arc::default(),
+            sources: Sources::with_bound(unused_sources_max),
             totals: UsageTotals::default(),
             digest: 0,
             rows_max,
@@ -69,20 +68,11 @@ impl UsageTable {
         }
     }
 
-    /// Names a source. Returns whether the table had room.
-    pub(crate) fn define(&mut self, hash_seed: u64, source: UsageSource) -> bool {
+    /// Names a source.
+    pub(crate) fn define(&mut self, hash_seed: u64, source: UsageSource) {
         let key = source_key(hash_seed, source.key, &source.model);
-        if self.sources.contains_key(&key) {
-            return true;
-        }
-        if self.sources.len() >= SOURCES_MAX {
-            self.forget_sources();
-        }
-        let has_room = self.sources.len() < SOURCES_MAX;
-        if has_room {
-            self.add_source(key, source);
-        }
-        has_room
+        self.sources.define(key, source);
+        self.is_changed = true;
     }
 
     /// Adds usage of a user at the Unix time `unix_ms` to the row of the day and source.
@@ -99,10 +89,8 @@ impl UsageTable {
         let day = self.follow_day(unix_ms);
         self.totals.charged.add(usage);
         let key = RowKey { day, user, source };
-        if self.rows.get(&key).is_none() {
-            self.make_room();
-        }
         self.add(key, usage);
+        self.fold_surplus();
     }
 
     /// Returns the day for which a stamp of this Unix time counts.
@@ -135,14 +123,12 @@ impl UsageTable {
         let theirs = self.order.iter().map(|(.., key)| *key);
         let theirs: Vec<RowKey> = theirs.filter(|key| key.user == user).collect();
         for key in theirs {
-            let model = self.sources.get(&key.source).map(|it| it.model.clone());
+            let named = self.sources.named().get(&key.source);
+            let model = named.map(|source| source.model.clone());
             let source = model.map_or(SourceKey::OTHER, |model| {
-                let keyless = UsageSource { key: None, model };
-                let known = source_key(hash_seed, None, &keyless.model);
-                match self.define(hash_seed, keyless) {
-                    true => known,
-                    false => SourceKey::OTHER,
-                }
+                let keyless = source_key(hash_seed, None, &model);
+                self.define(hash_seed, UsageSource { key: None, model });
+                keyless
             });
             let moved = RowKey {
                 user: NOBODY,
@@ -153,10 +139,10 @@ impl UsageTable {
         }
     }
 
-    /// Folds rows until one more has room.
-    fn make_room(&mut self) {
+    /// Folds rows until they are within their bound.
+    fn fold_surplus(&mut self) {
         for folds in 0.. {
-            if self.rows.len() < self.rows_max {
+            if self.rows.len() <= self.rows_max {
                 return;
             }
             let mut oldest = self.order.iter();
@@ -170,8 +156,13 @@ impl UsageTable {
     }
 
     fn merge(&mut self, from: RowKey, into: RowKey) {
-        let usage = self.set(from, None);
+        if from == into {
+            return;
+        }
+        // First added, so that a source that both have keeps its name.
+        let usage = self.rows.get(&from).copied().unwrap_or_default();
         self.add(into, &usage);
+        self.set(from, None);
     }
 
     fn add(&mut self, key: RowKey, usage: &UserUsage) {
@@ -193,38 +184,16 @@ impl UsageTable {
                 self.rows.insert_new(key, row);
                 if before.is_none() {
                     self.order.insert(place);
+                    self.sources.gains_row(key.source);
                 }
             }
             None => {
                 self.order.remove(&place);
-                self.totals.has_lost_rows = true;
+                self.sources.loses_row(key.source);
             }
         }
         self.is_changed = true;
         before.unwrap_or_default()
-    }
-
-    fn add_source(&mut self, key: SourceKey, source: UsageSource) {
-        self.digest = self.digest.wrapping_add(hash(&(key, &source)));
-        Arc::make_mut(&mut self.sources).insert(key, source);
-        self.is_changed = true;
-    }
-
-    /// Removes the sources without rows, if a row went since this was last done.
-    fn forget_sources(&mut self) {
-        if !std::mem::take(&mut self.totals.has_lost_rows) {
-            return;
-        }
-        let used: BTreeSet<SourceKey> = self.rows.iter().map(|(key, _)| key.source).collect();
-        let digest = &mut self.digest;
-        Arc::make_mut(&mut self.sources).retain(|key, source| {
-            let is_used = used.contains(key);
-            if !is_used {
-                *digest = digest.wrapping_sub(hash(&(key, &*source)));
-            }
-            is_used
-        });
-        self.is_changed = true;
     }
 
     /// Returns the usage for readers on other threads, or `None` if nothing changed since the last
@@ -236,7 +205,7 @@ impl UsageTable {
     pub(crate) fn published(&self) -> UsageView {
         UsageView {
             rows: self.rows.clone(),
-            sources: Arc::clone(&self.sources),
+            sources: self.sources.named().clone(),
             totals: self.totals,
         }
     }
@@ -246,9 +215,9 @@ impl UsageTable {
         self.is_changed = true;
     }
 
-    /// Returns the wrapping sum of the hashes of rows and sources, and the hash of the totals.
-    pub(crate) fn digest(&self) -> [u128; 2] {
-        [self.digest, hash(&self.totals)]
+    /// Returns the wrapping sums of the hashes of rows and sources, and the hash of the totals.
+    pub(crate) fn digest(&self) -> [u128; 3] {
+        [self.digest, self.sources.digest(), hash(&self.totals)]
     }
 
     pub(crate) fn restore_totals(&mut self, bytes: &[u8]) -> Result<(), String> {
@@ -261,11 +230,13 @@ impl UsageTable {
         type Piece = Vec<(SourceKey, UsageSource)>;
         for (key, source) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
         {
-            if self.sources.contains_key(&key) || self.sources.len() >= SOURCES_MAX {
+            let is_full = self.sources.named().len() >= self.rows_max + UNUSED_SOURCES_MAX;
+            if self.sources.named().get(&key).is_some() || is_full {
                 return Err(format!("source {key} stands twice or has no room"));
             }
-            self.add_source(key, source);
+            self.sources.insert(key, source);
         }
+        self.is_changed = true;
         Ok(())
     }
 
@@ -287,14 +258,7 @@ impl UsageTable {
     /// # Errors
     /// Describes the first broken rule.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let view = self.published();
-        let mut rebuilt = Self::with_bound(self.rows_max);
-        for piece in view.source_pieces() {
-            rebuilt.restore_sources(&piece)?;
-        }
-        for piece in view.row_pieces() {
-            rebuilt.restore_piece(&piece)?;
-        }
+        let rebuilt = self.rebuilt()?;
         if rebuilt.digest != self.digest || rebuilt.order != self.order {
             return Err("order or digest of usage differ from its rows".to_owned());
         }
@@ -306,6 +270,27 @@ impl UsageTable {
         }
         Ok(())
     }
+
+    /// Checks I173: rows and names of sources go together, and names without rows are bounded.
+    ///
+    /// # Errors
+    /// Describes the first broken rule.
+    pub(crate) fn check_sources(&self) -> Result<(), String> {
+        self.sources.check(&self.rebuilt()?.sources)
+    }
+
+    /// Returns the table that a snapshot of this one restores.
+    fn rebuilt(&self) -> Result<Self, String> {
+        let view = self.published();
+        let mut rebuilt = Self::with_bounds(self.rows_max, UNUSED_SOURCES_MAX);
+        for piece in view.source_pieces() {
+            rebuilt.restore_sources(&piece)?;
+        }
+        for piece in view.row_pieces() {
+            rebuilt.restore_piece(&piece)?;
+        }
+        Ok(rebuilt)
+    }
 }
 
 fn hash<T: Encode>(value: &T) -> u128 {
@@ -316,7 +301,7 @@ fn hash<T: Encode>(value: &T) -> u128 {
 #[derive(Debug)]
 pub struct UsageView {
     rows: RowMap,
-    sources: Arc<Sources>,
+    sources: NamedSources,
     totals: UsageTotals,
 }
 
@@ -329,7 +314,7 @@ pub struct UsageRow<'a> {
     pub user: Option<UserKey>,
     /// Hash of API key and model.
     pub source_key: SourceKey,
-    /// API key and model; `None` if they had no room.
+    /// API key and model; `None` if the row is folded, or its source has no name yet.
     pub source: Option<&'a UsageSource>,
     /// Tokens and requests.
     pub usage: UserUsage,
@@ -356,7 +341,7 @@ impl UsageView {
     /// Whether the source has a name.
     #[must_use]
     pub fn knows(&self, source: SourceKey) -> bool {
-        self.sources.contains_key(&source)
+        self.sources.get(&source).is_some()
     }
 
     /// Returns all usage ever charged, also that of rows dropped by age.
