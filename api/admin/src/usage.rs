@@ -73,6 +73,9 @@ pub(super) struct UsageList {
     usage: Vec<UsageEntry>,
     /// Sum of all rows of the query, also of those on other pages.
     total: UsageFigures,
+    /// First day that lost no detail because the table was full; absent: none did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    whole_from: Option<String>,
     /// Value of `cursor` for the next page; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
@@ -351,9 +354,9 @@ pub(super) async fn show(
             true => selection.sums_of_trees(&trees),
             false => selection.sums(&usage, &prices),
         };
-        (sums, prices)
+        (sums, prices, usage.whole_from())
     });
-    let (sums, prices) = adding.await.map_err(|_| stopping())?;
+    let (sums, prices, whole_from) = adding.await.map_err(|_| stopping())?;
     let mut total = Sum::default();
     sums.values().for_each(|sum| total.add(sum));
     let from = after.as_ref().map_or(Bound::Unbounded, Bound::Excluded);
@@ -371,6 +374,7 @@ pub(super) async fn show(
         index,
         usage: entries,
         total: total.figures(&prices),
+        whole_from: whole_from.map(date_of),
         next_cursor,
     })))
 }

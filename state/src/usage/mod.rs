@@ -7,8 +7,9 @@
 //!
 //! Rows older than `admission.usage_days` days are dropped. There are at
 //! most [`USAGE_ROWS_MAX`]. A table that is full keeps its totals and loses detail, the oldest day
-//! first: the rows of a user become one of [`SourceKey::OTHER`], and then those of all users become
-//! one of [`NOBODY`]. A bill of a recent day is worth more than the detail of an old one.
+//! first: the rows of users who have several become one of [`SourceKey::OTHER`] each, and then those
+//! of all users become one of [`NOBODY`]. Each row that folds makes room or prepares it for the next,
+//! so no command folds more than three for a row that is new. A bill of a recent day is worth more than the detail of an old one.
 //!
 //! A deleted user's rows become rows of [`NOBODY`] that keep day and model, so that the fleet's use
 //! still adds up and nothing leads to the user.
@@ -67,37 +68,29 @@ impl PathKey for RowKey {
     }
 }
 
-/// How much detail a row has, from most to least. Rows of a day fold in this order.
+/// How a user's rows of a day fold. Those of a day fold in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Detail {
-    Source,
-    User,
-    Day,
+enum Fold {
+    /// Several rows become one of [`SourceKey::OTHER`].
+    IntoUser,
+    /// The only row becomes part of the day's row.
+    IntoDay,
 }
 
 impl RowKey {
-    fn detail(&self) -> Detail {
-        match (self.user, self.source) {
-            (NOBODY, SourceKey::OTHER) => Detail::Day,
-            (_, SourceKey::OTHER) => Detail::User,
-            _ => Detail::Source,
-        }
+    /// Returns the first and the last key that a user's rows of a day may have.
+    fn of_user(day: u32, user: UserKey) -> std::ops::RangeInclusive<Self> {
+        let key = |source| Self { day, user, source };
+        key(SourceKey::OTHER)..=key(SourceKey(u64::MAX))
     }
 
-    /// Returns the row with the next lower detail.
-    fn folded(self) -> Self {
-        match self.detail() {
-            Detail::Source => Self {
-                source: SourceKey::OTHER,
-                ..self
-            },
-            Detail::User | Detail::Day => self.of_day(),
-        }
-    }
-
-    fn of_day(self) -> Self {
+    /// Returns the row that this one folds into.
+    fn folded(self, fold: Fold) -> Self {
         Self {
-            user: NOBODY,
+            user: match fold {
+                Fold::IntoUser => self.user,
+                Fold::IntoDay => NOBODY,
+            },
             source: SourceKey::OTHER,
             ..self
         }

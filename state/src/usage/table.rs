@@ -1,12 +1,13 @@
 //! The table of usage: the changes that the log orders, and its image in snapshots.
 
 use std::collections::BTreeSet;
+use std::ops::Bound::{Excluded, Unbounded};
 
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::sources::{NamedSources, Sources};
-use super::{Detail, NOBODY, RowKey, USAGE_ROWS_MAX, UsageSource, source_key};
+use super::{Fold, NOBODY, RowKey, USAGE_ROWS_MAX, UsageSource, source_key};
 use crate::budgets::{BACK_MS_MAX, BudgetPeriod};
 use crate::cow::CowMap;
 use crate::encoding;
@@ -15,9 +16,6 @@ use crate::users::UserUsage;
 
 /// Maximum number of rows that one command drops by age, so that none takes long.
 const DROPS_PER_COMMAND: usize = 64;
-/// Number of rows that a charge folds step by step for room. A full table of users with one row each
-/// then folds the oldest row into its day at once.
-const FOLDS_PER_ROW: usize = 16;
 /// Maximum number of rows or sources in one section of a snapshot.
 const ROWS_PER_PIECE: usize = 4096;
 /// Maximum number of names of sources without rows, such as those that are named and not charged yet.
@@ -34,13 +32,19 @@ struct UsageTotals {
     charged: UserUsage,
     /// Usage of rows that were dropped by age.
     dropped: UserUsage,
+    /// Number of times that a row lost detail because the table was full.
+    folded: u64,
+    /// First day since which no row has lost detail so.
+    whole_from: u32,
 }
 
 /// Usage by day, user and source.
 pub(crate) struct UsageTable {
     rows: RowMap,
-    /// Rows in the order in which they fold and age.
-    order: BTreeSet<(u32, Detail, RowKey)>,
+    /// Keys of all rows, in the order in which they age.
+    keys: BTreeSet<RowKey>,
+    /// Users with rows that can fold, by day, in the order in which they fold.
+    foldable: BTreeSet<(u32, Fold, UserKey)>,
     sources: Sources,
     totals: UsageTotals,
     /// Wrapping sum of the hashes of all rows.
@@ -59,7 +63,8 @@ impl UsageTable {
     pub(super) fn with_bounds(rows_max: usize, unused_sources_max: usize) -> Self {
         Self {
             rows: RowMap::new(),
-            order: BTreeSet::new(),
+            keys: BTreeSet::new(),
+            foldable: BTreeSet::new(),
             sources: Sources::with_bound(unused_sources_max),
             totals: UsageTotals::default(),
             digest: 0,
@@ -108,20 +113,27 @@ impl UsageTable {
     pub(crate) fn forget_some(&mut self, unix_ms: u64, days: u16) {
         let today = BudgetPeriod::Day.number(unix_ms);
         for _ in 0..DROPS_PER_COMMAND {
-            match self.order.first() {
-                Some((day, _, key)) if day.saturating_add(u32::from(days)) <= today => {
-                    let dropped = self.set(*key, None);
-                    self.totals.dropped.add(&dropped);
-                }
+            match self.keys.first() {
+                Some(key) if key.day.saturating_add(u32::from(days)) <= today => self.drop(*key),
                 _ => return,
             }
         }
     }
 
+    fn drop(&mut self, key: RowKey) {
+        let dropped = self.set(key, None);
+        self.totals.dropped.add(&dropped);
+    }
+
     /// Moves the rows of a user that is deleted to nobody. They keep day and model.
     pub(crate) fn forget_user(&mut self, hash_seed: u64, user: UserKey) {
-        let theirs = self.order.iter().map(|(.., key)| *key);
-        let theirs: Vec<RowKey> = theirs.filter(|key| key.user == user).collect();
+        let mut theirs: Vec<RowKey> = Vec::new();
+        let mut next = self.keys.first();
+        while let Some(RowKey { day, .. }) = next {
+            theirs.extend(self.keys.range(RowKey::of_user(*day, user)));
+            let last = *RowKey::of_user(*day, UserKey(u64::MAX)).end();
+            next = self.keys.range((Excluded(last), Unbounded)).next();
+        }
         for key in theirs {
             let named = self.sources.named().get(&key.source);
             let model = named.map(|source| source.model.clone());
@@ -141,17 +153,47 @@ impl UsageTable {
 
     /// Folds rows until they are within their bound.
     fn fold_surplus(&mut self) {
-        for folds in 0.. {
-            if self.rows.len() <= self.rows_max {
-                return;
-            }
-            let mut oldest = self.order.iter();
-            let Some((.., key)) = oldest.find(|(_, detail, _)| *detail != Detail::Day) else {
-                return;
+        while self.rows.len() > self.rows_max {
+            let Some(&(day, fold, user)) = self.foldable.first() else {
+                // One row a day is left.
+                let oldest = self.keys.first().copied();
+                oldest.into_iter().for_each(|key| self.drop(key));
+                continue;
             };
-            let key = *key;
-            let is_step = folds < FOLDS_PER_ROW;
-            self.merge(key, if is_step { key.folded() } else { key.of_day() });
+            // A row without a source would be the first one.
+            let row = self.keys.range(RowKey::of_user(day, user)).next_back();
+            let Some(row) = row.copied() else { return };
+            self.merge(row, row.folded(fold));
+            self.totals.folded = self.totals.folded.saturating_add(1);
+            self.totals.whole_from = self.totals.whole_from.max(day.saturating_add(1));
+        }
+    }
+
+    /// Returns how the user's rows of the day fold; `None` if they do not.
+    fn fold_of(&self, day: u32, user: UserKey) -> Option<Fold> {
+        let mut rows = self.keys.range(RowKey::of_user(day, user));
+        match (rows.next(), rows.next()) {
+            (Some(_), Some(_)) => Some(Fold::IntoUser),
+            (Some(row), None) if *row != row.folded(Fold::IntoDay) => Some(Fold::IntoDay),
+            _ => None,
+        }
+    }
+
+    /// Adds or removes the key of a row.
+    fn list(&mut self, key: RowKey, is_there: bool) {
+        let (day, user) = (key.day, key.user);
+        if let Some(fold) = self.fold_of(day, user) {
+            self.foldable.remove(&(day, fold, user));
+        }
+        if is_there {
+            self.keys.insert(key);
+            self.sources.gains_row(key.source);
+        } else {
+            self.keys.remove(&key);
+            self.sources.loses_row(key.source);
+        }
+        if let Some(fold) = self.fold_of(day, user) {
+            self.foldable.insert((day, fold, user));
         }
     }
 
@@ -177,20 +219,12 @@ impl UsageTable {
         if let Some(before) = &before {
             self.digest = self.digest.wrapping_sub(hash(&(key, before)));
         }
-        let place = (key.day, key.detail(), key);
-        match row {
-            Some(row) => {
-                self.digest = self.digest.wrapping_add(hash(&(key, row)));
-                self.rows.insert_new(key, row);
-                if before.is_none() {
-                    self.order.insert(place);
-                    self.sources.gains_row(key.source);
-                }
-            }
-            None => {
-                self.order.remove(&place);
-                self.sources.loses_row(key.source);
-            }
+        if before.is_some() != row.is_some() {
+            self.list(key, row.is_some());
+        }
+        if let Some(row) = row {
+            self.digest = self.digest.wrapping_add(hash(&(key, row)));
+            self.rows.insert_new(key, row);
         }
         self.is_changed = true;
         before.unwrap_or_default()
@@ -259,8 +293,14 @@ impl UsageTable {
     /// Describes the first broken rule.
     pub(crate) fn check(&self) -> Result<(), String> {
         let rebuilt = self.rebuilt()?;
-        if rebuilt.digest != self.digest || rebuilt.order != self.order {
+        let is_same = rebuilt.digest == self.digest
+            && rebuilt.keys == self.keys
+            && rebuilt.foldable == self.foldable;
+        if !is_same {
             return Err("order or digest of usage differ from its rows".to_owned());
+        }
+        if self.rows.len() > self.rows_max {
+            return Err(format!("there are {} rows", self.rows.len()));
         }
         let mut sum = self.totals.dropped;
         self.rows.iter().for_each(|(_, row)| sum.add(row));
@@ -342,6 +382,32 @@ impl UsageView {
     #[must_use]
     pub fn knows(&self, source: SourceKey) -> bool {
         self.sources.get(&source).is_some()
+    }
+
+    /// Returns the number of rows.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are no rows.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns how many times a row lost detail because the table was full.
+    #[must_use]
+    pub fn folded(&self) -> u64 {
+        self.totals.folded
+    }
+
+    /// Returns the first day whose rows, and those of all later days, have lost no detail for lack of
+    /// room; `None` if that is the case of all rows.
+    #[must_use]
+    pub fn whole_from(&self) -> Option<u32> {
+        let day = self.totals.whole_from;
+        self.rows().any(|row| row.day < day).then_some(day)
     }
 
     /// Returns all usage ever charged, also that of rows dropped by age.

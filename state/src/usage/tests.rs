@@ -101,6 +101,25 @@ fn a_full_table_folds_the_oldest_day_by_user_first() {
     table.charge(UserKey(1), SourceKey(1), &tokens(1), 4 * DAY_MS);
     let (oldest, rest) = (rows(&table)[0].clone(), rows(&table).len());
     assert_eq!((oldest.0, oldest.1, oldest.3, rest), (1, None, 3, 4));
+    let view = table.published();
+    assert_eq!((view.folded(), view.whole_from()), (4, Some(2)));
+    table.forget_some(5 * DAY_MS, 4);
+    assert_eq!(table.published().whole_from(), None);
+}
+
+#[test]
+fn a_day_of_users_with_one_row_each_loses_one_of_them_for_each_further_one() {
+    let mut table = UsageTable::with_bounds(100, 100);
+    for user in 1..=150 {
+        let (charged, named) = source(Some(user), "llama");
+        table.define(SEED, named);
+        table.charge(UserKey(user), charged, &tokens(1), DAY_MS);
+    }
+    let rows = rows(&table);
+    let whole = rows
+        .iter()
+        .filter(|(_, user, model, _)| user.is_some() && model.is_some());
+    assert_eq!((whole.count(), rows[0].clone()), (99, (1, None, None, 51)));
 }
 
 #[test]
