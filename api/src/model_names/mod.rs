@@ -18,6 +18,8 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 #[cfg(test)]
 mod tests;
 
+/// Stands in metrics and usage for models that no backend names.
+pub const OTHER_MODEL: &str = "other";
 /// Maximum sum of the weights of a split.
 pub const SPLIT_WEIGHTS_MAX: u32 = 1000;
 /// Maximum number of fallbacks behind a model.
