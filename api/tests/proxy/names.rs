@@ -179,7 +179,7 @@ async fn a_fallback_serves_while_no_engine_of_the_model_can() {
 }
 
 #[tokio::test]
-async fn a_fallback_serves_while_the_engine_accepts_connections_and_fails_its_probes() {
+async fn a_fallback_serves_while_the_engine_hangs_or_is_unwell() {
     let is_well = Arc::new(AtomicBool::new(true));
     let well = Arc::clone(&is_well);
     let large = Engine::answering(move |request: &str| {

@@ -108,7 +108,7 @@ fn a_full_table_folds_the_oldest_day_by_user_first() {
 }
 
 #[test]
-fn a_day_of_users_with_one_row_each_loses_one_of_them_for_each_further_one() {
+fn each_row_beyond_the_bound_costs_one_row_its_detail() {
     let mut table = UsageTable::with_bounds(100, 100);
     for user in 1..=150 {
         let (charged, named) = source(Some(user), "llama");
