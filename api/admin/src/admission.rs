@@ -1,5 +1,6 @@
 //! Admission settings: `GET` and `PUT /admin/v1/admission`. They are replicated, replaced as a
-//! whole, and take effect on every replica at one log index. Keys and values are those of
+//! whole, except that `usage_days` stays if it is absent: fewer days drop usage for good. They take
+//! effect on every replica at one log index. Keys and values are those of
 //! `[admission]` in a config file; docs/guide/admission.md explains each of them.
 
 use axum::extract::State;
@@ -59,7 +60,13 @@ pub(super) async fn put(
     if_match: IfMatch,
     written: WrittenSettings<AdmissionSettings>,
 ) -> Result<Written, Problem> {
-    let settings = read(&written.config)?;
+    let mut settings = read(&written.config)?;
     let _turn = if_match.turn(&admin, || version(&admin)).await?;
+    if decode::<Value>(&written.config)?
+        .get("usage_days")
+        .is_none()
+    {
+        settings.usage_days = admin.view.registry().admission.usage_days;
+    }
     submit(&admin, Command::PutAdmission(settings)).await
 }

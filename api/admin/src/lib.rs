@@ -178,6 +178,8 @@ struct AdminState {
     recordings: Arc<Semaphore>,
     /// A single permit, for the what-if evaluation in progress.
     what_ifs: Arc<Semaphore>,
+    /// A single permit, for the usage that is being added up.
+    usages: Arc<Semaphore>,
     /// Calls that required more than read access.
     calls: Arc<CallLog>,
     /// Lock held during conditional writes, from checking the version until the commit.
@@ -196,6 +198,7 @@ impl AdminState {
             backups: Arc::new(Semaphore::new(1)),
             recordings: Arc::new(Semaphore::new(recordings::FETCHES_MAX)),
             what_ifs: Arc::new(Semaphore::new(1)),
+            usages: Arc::new(Semaphore::new(1)),
             calls,
             writes: Arc::default(),
             document: API.text.clone(),

@@ -18,12 +18,12 @@ use state::keys::KeysView;
 use state::prefix::user_key;
 use state::trees::TreesView;
 use state::usage::{UsageRow, UsageView};
-use state::users::UserUsage;
+use state::users::{UserUsage, UsersView};
 
+use super::AdminState;
 use super::answer::{Answer, ReadLevel, at_level};
 use super::problem::{invalid, stopping};
 use super::users::key_text;
-use super::{Admin, AdminState};
 
 /// Length of a day, in seconds.
 const DAY_S: u64 = 24 * 60 * 60;
@@ -73,6 +73,9 @@ pub(super) struct UsageList {
     usage: Vec<UsageEntry>,
     /// Sum of all rows of the query, also of those on other pages.
     total: UsageFigures,
+    /// First day that lost no detail because the table was full; absent: none did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    whole_from: Option<String>,
     /// Value of `cursor` for the next page; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_cursor: Option<String>,
@@ -156,6 +159,11 @@ struct Columns {
 }
 
 impl Columns {
+    /// Whether rows show their user. A tree belongs to one.
+    fn has_user(self) -> bool {
+        self.user || self.tree
+    }
+
     fn read(by: &str) -> Result<Self, Problem> {
         let mut columns = Self::default();
         for name in by.split(',') {
@@ -344,62 +352,67 @@ pub(super) async fn show(
         Some(format) => format == UsageFormat::Csv,
         None => prefers_csv(&headers),
     };
-    let columns = selection.columns;
-    // Reads all rows, so it runs on another thread.
+    let limit = if is_csv { usize::MAX } else { limit };
+    let named = Names {
+        users: Arc::clone(&admin.view.users()),
+        keys: Arc::clone(&admin.view.keys()),
+    };
+    // One at a time, because it reads all rows and may write all of them, on another thread.
+    let turn = Arc::clone(&admin.usages).acquire_owned().await;
     let adding = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
         let sums = match selection.columns.tree {
             true => selection.sums_of_trees(&trees),
             false => selection.sums(&usage, &prices),
         };
-        (sums, prices)
+        let mut total = Sum::default();
+        sums.values().for_each(|sum| total.add(sum));
+        let from = after.as_ref().map_or(Bound::Unbounded, Bound::Excluded);
+        let mut rows = sums.range((from, Bound::Unbounded)).peekable();
+        let columns = selection.columns;
+        let entry = |row| entry(row, columns, &named, &prices);
+        if is_csv {
+            let text = csv(columns, !prices.is_empty(), rows.map(entry));
+            return UsageAnswer::Csv(text);
+        }
+        let page: Vec<_> = rows.by_ref().take(limit).collect();
+        let last = page.last().filter(|_| rows.peek().is_some());
+        let next_cursor = last.map(|(group, _)| text_of(group));
+        UsageAnswer::Json(Answer(UsageList {
+            index,
+            usage: page.into_iter().map(entry).collect(),
+            total: total.figures(&prices),
+            whole_from: usage.whole_from().map(date_of),
+            next_cursor,
+        }))
     });
-    let (sums, prices) = adding.await.map_err(|_| stopping())?;
-    let mut total = Sum::default();
-    sums.values().for_each(|sum| total.add(sum));
-    let from = after.as_ref().map_or(Bound::Unbounded, Bound::Excluded);
-    let limit = if is_csv { usize::MAX } else { limit };
-    let mut rows = sums.range((from, Bound::Unbounded));
-    let page: Vec<_> = rows.by_ref().take(limit).collect();
-    let has_more = rows.next().is_some();
-    let last = page.last().filter(|_| has_more);
-    let next_cursor = last.map(|(group, _)| text_of(group));
-    let entries = entries(&admin, (&page, columns), &prices);
-    if is_csv {
-        return csv(&entries).map(UsageAnswer::Csv);
-    }
-    Ok(UsageAnswer::Json(Answer(UsageList {
-        index,
-        usage: entries,
-        total: total.figures(&prices),
-        next_cursor,
-    })))
+    adding.await.map_err(|_| stopping())
 }
 
-/// Returns the rows with the names of users and keys.
-fn entries(
-    admin: &Admin,
-    (page, columns): (&[(&Group, &Sum)], Columns),
+/// Where the names of users and API keys stand.
+struct Names {
+    users: Arc<UsersView>,
+    keys: Arc<KeysView>,
+}
+
+/// Returns a row with the names of user and key.
+fn entry(
+    (group, sum): (&Group, &Sum),
+    columns: Columns,
+    named: &Names,
     prices: &PriceTable,
-) -> Vec<UsageEntry> {
-    let keys = Arc::clone(&admin.view.keys());
-    let mut users: BTreeMap<UserKey, String> = BTreeMap::new();
-    admin.cluster.with_state(&mut |state| {
-        let named = |key: UserKey| Some((key, state.user(key)?.name.to_string()));
-        let known = page.iter().filter_map(|(group, _)| group.user);
-        users = known.filter_map(named).collect();
-    });
-    let has_user = columns.user || columns.tree;
-    let entry = |(group, sum): &(&Group, &Sum)| UsageEntry {
+) -> UsageEntry {
+    let user_name = |user| named.users.name(user).map(str::to_owned);
+    UsageEntry {
         day: group.day.map(date_of),
-        user: has_user.then(|| users.get(&group.user?).cloned()),
-        user_key: has_user.then(|| group.user.map(key_text)),
+        user: columns.has_user().then(|| group.user.and_then(user_name)),
+        user_key: columns.has_user().then(|| group.user.map(key_text)),
         key: columns.key.then(|| group.key.map(|key| key.to_string())),
-        key_name: columns.key.then(|| name_of(&keys, group.key?)),
+        key_name: columns.key.then(|| name_of(&named.keys, group.key?)),
         model: columns.model.then(|| group.model.clone()),
         tree: group.tree.map(|tree| tree.to_string()),
         figures: sum.figures(prices),
-    };
-    page.iter().map(entry).collect()
+    }
 }
 
 fn name_of(keys: &KeysView, key: ApiKeyId) -> Option<String> {
@@ -418,37 +431,49 @@ fn prefers_csv(headers: &HeaderMap) -> bool {
 }
 
 /// Writes rows as CSV (RFC 4180) with the names of the JSON fields. Absent values are empty.
-fn csv(entries: &[UsageEntry]) -> Result<String, Problem> {
-    const COLUMNS: [&str; 13] = [
-        "day",
-        "user",
-        "user_key",
-        "key",
-        "key_name",
-        "model",
-        "tree",
-        "requests",
-        "input_uncached",
-        "input_cached",
-        "output",
-        "money",
-        "unpriced_tokens",
+fn csv(columns: Columns, has_prices: bool, rows: impl Iterator<Item = UsageEntry>) -> String {
+    let shown = [
+        ("day", columns.day),
+        ("user", columns.has_user()),
+        ("user_key", columns.has_user()),
+        ("key", columns.key),
+        ("key_name", columns.key),
+        ("model", columns.model),
+        ("tree", columns.tree),
+        ("requests", true),
+        ("input_uncached", true),
+        ("input_cached", true),
+        ("output", true),
+        ("money", has_prices),
+        ("unpriced_tokens", has_prices),
     ];
-    let rows = entries.iter().map(serde_json::to_value);
-    let rows: Vec<serde_json::Value> = rows.collect::<Result<_, _>>().map_err(|_| stopping())?;
-    let is_used = |column: &&str| rows.iter().any(|row| row.get(column).is_some());
-    let used: Vec<&str> = COLUMNS.into_iter().filter(is_used).collect();
-    let mut text = used.join(",") + "\r\n";
-    for row in &rows {
-        let cell = |column: &&str| match &row[*column] {
-            serde_json::Value::Null => String::new(),
-            serde_json::Value::String(text) => quoted(text),
-            value => value.to_string(),
-        };
-        text += &used.iter().map(cell).collect::<Vec<_>>().join(",");
-        text += "\r\n";
+    let line = |cells: [String; 13]| {
+        let cells = cells.into_iter().zip(shown);
+        let cells = cells.filter(|(_, (_, is_shown))| *is_shown);
+        let cells: Vec<String> = cells.map(|(cell, _)| cell).collect();
+        cells.join(",") + "\r\n"
+    };
+    let mut text = line(shown.map(|(name, _)| name.to_owned()));
+    let told = |name: Option<Option<String>>| quoted(&name.flatten().unwrap_or_default());
+    for row in rows {
+        let figures = row.figures;
+        text += &line([
+            row.day.unwrap_or_default(),
+            told(row.user),
+            told(row.user_key),
+            told(row.key),
+            told(row.key_name),
+            told(row.model),
+            row.tree.unwrap_or_default(),
+            figures.usage.requests.to_string(),
+            figures.usage.input_uncached.to_string(),
+            figures.usage.input_cached.to_string(),
+            figures.usage.output.to_string(),
+            figures.money.unwrap_or_default(),
+            figures.unpriced_tokens.to_string(),
+        ]);
     }
-    Ok(text)
+    text
 }
 
 /// Quotes a text that would not be one cell, and one that a spreadsheet would take for a formula.
@@ -499,7 +524,9 @@ fn group_of(cursor: &str) -> Result<Group, Problem> {
         let json: Vec<u8> = digits.map(byte).collect::<Option<_>>()?;
         serde_json::from_slice(&json).ok()
     };
-    read().ok_or_else(|| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))
+    // Numbers have several forms; a cursor has one.
+    let found = read().filter(|group| text_of(group) == cursor);
+    found.ok_or_else(|| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))
 }
 
 #[cfg(test)]

@@ -328,6 +328,17 @@ impl ScrapedReplica {
             "Registered backends",
             &(registry.backends.len() as u64),
         )?;
+        let usage = self.view.usage();
+        page.gauge(
+            "quorate_state_usage_rows",
+            "Rows of usage by day, user, API key and model",
+            &(usage.len() as u64),
+        )?;
+        page.counter(
+            "quorate_state_usage_folded",
+            "Rows of usage that lost their user, API key and model, because the table was full",
+            &usage.folded(),
+        )?;
         page.counter(
             "quorate_state_digest_mismatch",
             "State comparisons in which a peer differed at the same log index",

@@ -18,6 +18,8 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 #[cfg(test)]
 mod tests;
 
+/// Stands in metrics and usage for models that no backend names.
+pub const OTHER_MODEL: &str = "other";
 /// Maximum sum of the weights of a split.
 pub const SPLIT_WEIGHTS_MAX: u32 = 1000;
 /// Maximum number of fallbacks behind a model.
@@ -70,6 +72,17 @@ pub struct SplitKeys<'a> {
     pub session: Option<u64>,
     /// Id of the request.
     pub request_id: &'a str,
+}
+
+/// How sure it is that an engine can serve a model, from least to most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ModelHealth {
+    /// No engine can.
+    Down,
+    /// Engines can only if their failed probes are wrong.
+    Doubtful,
+    /// The probes of an engine pass.
+    Healthy,
 }
 
 /// How a requested name became the model that serves it.
@@ -144,14 +157,15 @@ impl SplitKeys<'_> {
 
 impl ModelNames {
     /// Returns the model that serves a request for the name `requested`; `None` if the name is that
-    /// of the model. `can_serve` says whether an engine can serve a model, `may_use` whether the
-    /// request's user may use it; it is asked for fallbacks only.
+    /// of the model. `may_use` says whether the request's user may use a model; it is asked for
+    /// fallbacks only. Among the model and its fallbacks, the first healthy one serves, else the first
+    /// doubtful one: an engine that fails its probes is tried only if nothing else is left.
     #[must_use]
     pub fn resolve<'a>(
         &self,
         requested: &str,
         keys: impl FnOnce() -> SplitKeys<'a>,
-        can_serve: impl Fn(&str) -> bool,
+        health: impl Fn(&str) -> ModelHealth,
         may_use: impl Fn(&str) -> bool,
     ) -> Option<ResolvedModel> {
         let (split_by, meant) = match self.splits.get(requested) {
@@ -161,17 +175,22 @@ impl ModelNames {
             }
             None => (None, self.model(requested)),
         };
-        let fallback = match self.fallbacks.contains_key(meant) && !can_serve(meant) {
-            true => self.behind(meant).find(|it| can_serve(it) && may_use(it)),
+        let usable = || self.behind(meant).filter(|it| may_use(it));
+        let first = |least| {
+            let mut models = std::iter::once(meant).chain(usable());
+            models.find(|it| health(it) >= least)
+        };
+        let model = match self.fallbacks.contains_key(meant) {
+            true => first(ModelHealth::Healthy).or_else(|| first(ModelHealth::Doubtful)),
             false => None,
         };
-        let model = fallback.unwrap_or(meant);
+        let model = model.unwrap_or(meant);
         (model != requested).then(|| ResolvedModel {
             requested: requested.to_owned(),
             meant: meant.to_owned(),
             model: model.to_owned(),
             split_by,
-            is_fallback: fallback.is_some(),
+            is_fallback: model != meant,
         })
     }
 

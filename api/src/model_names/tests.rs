@@ -18,9 +18,13 @@ fn keys(user: u64) -> SplitKeys<'static> {
 }
 
 fn resolved(names: &ModelNames, name: &str, down: &[&str], denied: &[&str]) -> String {
-    let can_serve = |model: &str| !down.contains(&model);
+    let health = |model: &str| match (down.contains(&model), model.starts_with('?')) {
+        (true, _) => ModelHealth::Down,
+        (_, true) => ModelHealth::Doubtful,
+        _ => ModelHealth::Healthy,
+    };
     let may_use = |model: &str| !denied.contains(&model);
-    let found = names.resolve(name, || keys(1), can_serve, may_use);
+    let found = names.resolve(name, || keys(1), health, may_use);
     found.map_or_else(|| name.to_owned(), |found| found.model)
 }
 
@@ -28,7 +32,7 @@ fn resolved(names: &ModelNames, name: &str, down: &[&str], denied: &[&str]) -> S
 fn aliases_and_fallbacks_lead_to_a_model_that_can_be_served() {
     let names = ModelNames {
         aliases: names(&[("small", "a")]),
-        fallbacks: names(&[("a", "b"), ("b", "c")]),
+        fallbacks: names(&[("a", "b"), ("b", "c"), ("?a", "?b"), ("?b", "c")]),
         ..ModelNames::default()
     };
     for (name, down, denied, expected) in [
@@ -43,6 +47,11 @@ fn aliases_and_fallbacks_lead_to_a_model_that_can_be_served() {
         // Without any that can serve, the request is one for the model itself.
         ("small", &["a", "b", "c"], &[], "a"),
         ("small", &["a"], &["b", "c"], "a"),
+        // Failed probes are doubted only if no other model is healthy.
+        ("?a", &[], &[], "c"),
+        ("?a", &["c"], &[], "?a"),
+        ("?a", &["?a", "c"], &[], "?b"),
+        ("?a", &[], &["c"], "?a"),
     ] {
         let found = resolved(&names, name, down, denied);
         assert_eq!(found, expected, "{name} without {down:?} and {denied:?}");

@@ -91,7 +91,16 @@ impl Fleet {
 
     /// Starts like [`Fleet::start_probed`] with these probes.
     pub(crate) async fn start_probed_by(engines: &[&Engine], backends: Backends) -> Self {
-        let fleet = Self::start_of(characters(), engines, backends, PATIENT, |_| {}).await;
+        Self::start_probed_with(engines, backends, |_| {}).await
+    }
+
+    /// Starts like [`Fleet::start_probed_by`] with other settings.
+    pub(crate) async fn start_probed_with(
+        engines: &[&Engine],
+        backends: Backends,
+        change: impl FnOnce(&mut ProxySettings),
+    ) -> Self {
+        let fleet = Self::start_of(characters(), engines, backends, PATIENT, change).await;
         let hooks = Hooks {
             tokens_per_block: Arc::new(|_| 16.0),
             token_block_size: Arc::new(|_| None),

@@ -1,8 +1,11 @@
 //! Names of models: aliases, fallbacks and splits, as clients, engines and operators see them.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use api::engines::backends::Health;
+use api::engines::backends::{Backends, Fault, Health, ProbeSettings};
 use api::model_names::{ModelNames, ModelSplit, SplitBy};
 use api::proxy::ProxySettings;
 use serde_json::{Value, json};
@@ -10,7 +13,7 @@ use state::command::{BackendSpec, Command, UserSettings};
 
 use super::client::{Answer, post};
 use super::engine::{Engine, json as answer_json};
-use super::fleet::{Fleet, HEALTHY, PATIENT};
+use super::fleet::{Fleet, HEALTHY, PATIENT, eventually};
 use super::picking::{InProcessPicker, plain};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -39,13 +42,17 @@ async fn engine() -> Engine {
 
 /// Registers the first engine with the model `large` and the second one with `small`.
 fn register(fleet: &Fleet, engines: &[Engine; 2]) {
+    serve_models(fleet, engines);
+    fleet.assume_healthy();
+}
+
+fn serve_models(fleet: &Fleet, engines: &[Engine; 2]) {
     for (number, model) in ["large", "small"].into_iter().enumerate() {
         fleet.apply(Command::PutBackend(BackendSpec {
             models: vec![model.to_owned()],
             ..engines[number].spec(number)
         }));
     }
-    fleet.assume_healthy();
 }
 
 async fn start(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, [Engine; 2]) {
@@ -169,6 +176,48 @@ async fn a_fallback_serves_while_no_engine_of_the_model_can() {
     );
     set_up(&fleet, 1, false);
     assert_eq!(ask(&fleet, "large", "").await.status, 503);
+}
+
+#[tokio::test]
+async fn a_fallback_serves_while_the_engine_hangs_or_is_unwell() {
+    let is_well = Arc::new(AtomicBool::new(true));
+    let well = Arc::clone(&is_well);
+    let large = Engine::answering(move |request: &str| {
+        let is_answered = request.starts_with("POST") || well.load(Ordering::SeqCst);
+        let status = if is_answered { "200 OK" } else { "503 No" };
+        vec![answer_json(status, "{}")]
+    });
+    let engines = [large.await, engine().await];
+    let probes = ProbeSettings {
+        interval: Duration::from_millis(5),
+        registry_interval: Duration::from_millis(5),
+        ..ProbeSettings::default()
+    };
+    let all: Vec<_> = engines.iter().collect();
+    let fleet = Fleet::start_probed_with(&all, Backends::new(probes), |it| it.names = names());
+    let fleet = fleet.await;
+    serve_models(&fleet, &engines);
+    let until = async |number: usize, is_healthy, fault| {
+        let record = || fleet.backends.record(fleet.backend(number).slot).unwrap();
+        let is_so = || (record().is_healthy, record().fault) == (is_healthy, fault);
+        eventually("the probes agree", is_so).await;
+    };
+    until(0, true, None).await;
+    until(1, true, None).await;
+    let served = async || {
+        let answer = ask(&fleet, "best", "").await;
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        answer.header("x-quorate-model").unwrap().to_owned()
+    };
+    assert_eq!(served().await, "large");
+    is_well.store(false, Ordering::SeqCst);
+    until(0, false, Some(Fault::Unwell)).await;
+    assert_eq!(served().await, "small");
+    // The engine that may be well is better than none.
+    engines[1].kill();
+    until(1, false, Some(Fault::Unreachable)).await;
+    assert_eq!(served().await, "large");
+    fleet.is_idle().await;
 }
 
 #[tokio::test]

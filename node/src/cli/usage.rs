@@ -53,23 +53,26 @@ pub(super) async fn run(args: UsageArgs) -> anyhow::Result<ExitCode> {
         terminal::print(table.trim_end().to_owned())?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut rows: Vec<Value> = Vec::new();
-    let mut next = format!("{path}&limit=10000");
-    let total = loop {
-        let mut page = target.get(&next).await?;
-        if let Value::Array(more) = page["usage"].take() {
+    let mut list = target.get(&format!("{path}&limit=10000")).await?;
+    let mut next = list["next_cursor"].take();
+    // What is charged meanwhile may be in the rows of later pages, and not in the total.
+    while let Some(cursor) = next.as_str() {
+        let mut page = target
+            .get(&format!("{path}&limit=10000&cursor={cursor}"))
+            .await?;
+        if let (Value::Array(rows), Value::Array(more)) = (&mut list["usage"], page["usage"].take())
+        {
             rows.extend(more);
         }
-        match page["next_cursor"].as_str() {
-            Some(cursor) => next = format!("{path}&limit=10000&cursor={cursor}"),
-            None => break page["total"].take(),
-        }
-    };
+        next = page["next_cursor"].take();
+    }
     if args.read.json {
-        terminal::print(json_text(&Value::Array(rows))?)?;
+        list.as_object_mut().map(|list| list.remove("next_cursor"));
+        terminal::print(json_text(&list)?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    terminal::print(table(&rows, &total))?;
+    let rows = list["usage"].as_array().map_or(&[][..], Vec::as_slice);
+    terminal::print(table(rows, &list["total"]))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -82,10 +85,10 @@ fn table(rows: &[Value], total: &Value) -> String {
         .collect();
     let has_money = total.get("money").is_some();
     let mut columns: Vec<_> = shown.iter().map(|name| column(name)).collect();
-    let figures = ["requests", "prompt", "cached", "output"];
+    let figures = ["requests", "computed", "cached", "output"];
     columns.extend(figures.map(|name| column(name).number()));
     if has_money {
-        columns.push(column("money").number());
+        columns.extend(["money", "unpriced"].map(|name| column(name).number()));
     }
     let mut table = FittedTable::new(&columns);
     for row in rows {
@@ -106,28 +109,33 @@ fn table(rows: &[Value], total: &Value) -> String {
     text
 }
 
-/// Returns the name in a column, or what stands for it.
+/// Returns the name in a column, or what stands for it. Names of keys are not unique, so the id of a
+/// key is always there.
 fn label(row: &Value, column: &str) -> String {
-    let id = match column {
-        "user" => "user_key",
-        "key" => "key_name",
-        _ => column,
+    let (name, id) = match column {
+        "user" => ("user", "user_key"),
+        "key" => ("key_name", "key"),
+        _ => (column, column),
     };
-    let (first, second) = match column {
-        // A key is known by its name, and by its id once it is gone.
-        "key" => (id, column),
-        _ => (column, id),
-    };
-    let named = [first, second].into_iter().find(|it| row[*it].is_string());
-    named.map_or("-".to_owned(), |name| cell(&row[name]))
+    match (row[name].as_str(), row[id].as_str()) {
+        (Some(_), Some(_)) if column == "key" => {
+            format!("{} ({})", cell(&row[name]), cell(&row[id]))
+        }
+        (Some(_), _) => cell(&row[name]),
+        (None, Some(_)) => cell(&row[id]),
+        (None, None) => "-".to_owned(),
+    }
 }
 
-/// Returns the cells of requests, tokens and money.
+/// Returns the cells of requests, tokens and money, with the tokens that it leaves out.
 fn figures_of(row: &Value, has_money: bool) -> Vec<String> {
     let names = ["requests", "input_uncached", "input_cached", "output"];
-    let money = has_money.then_some("money");
-    let names = names.into_iter().chain(money);
-    names.map(|name| cell(&row[name])).collect()
+    let mut cells: Vec<String> = names.iter().map(|name| cell(&row[*name])).collect();
+    if has_money {
+        let unpriced = row["unpriced_tokens"].as_u64().unwrap_or(0);
+        cells.extend([cell(&row["money"]), unpriced.to_string()]);
+    }
+    cells
 }
 
 #[cfg(test)]
@@ -144,13 +152,20 @@ mod tests {
                 "input_cached": 5, "output": 3, "money": "0.0004821",
             })
         };
-        let rows = [row(json!("ada"), "01"), row(Value::Null, "02")];
+        let mut rows = [row(json!("ada"), "01"), row(Value::Null, "02")];
         let mut total = row(Value::Null, "");
         let text = table(&rows, &total);
         for part in ["money", "ada", "02", "0.0004821 money"] {
             assert!(text.contains(part), "{part}: {text}");
         }
         assert!(!text.contains("model"));
+        rows[0]["key"] = json!("0007");
+        rows[0]["key_name"] = json!("ci");
+        rows[1]["unpriced_tokens"] = json!(41);
+        let text = table(&rows, &total);
+        for part in ["ci (0007)", "unpriced", " 41"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
         total.as_object_mut().unwrap().remove("money");
         assert!(!table(&rows, &total).contains("money"));
     }

@@ -99,7 +99,11 @@ fn path_of(key: &SettingKey, values: &Value) -> Option<String> {
     })
 }
 
-/// Returns the settings of this replica alone, by path. Entries of lists are named by id or name.
+/// Keys that name the entries of lists, the first one that an entry has.
+const ENTRY_NAMES: [&str; 5] = ["id", "name", "model", "session", "kind"];
+
+/// Returns the settings of this replica alone, by path. Entries of lists have their names in it, and
+/// their positions if they have none or share it.
 fn local(values: &Value, places: &BTreeMap<String, Place>) -> BTreeMap<String, LocalSetting> {
     let mut local = BTreeMap::new();
     let mut add = |section: &Section, (shown, path): (&str, &str), table: &Value| {
@@ -119,10 +123,14 @@ fn local(values: &Value, places: &BTreeMap<String, Place>) -> BTreeMap<String, L
             add(&section, (&section.path, &section.path), table);
             continue;
         };
+        let mut taken = BTreeSet::new();
         for (nth, entry) in entries.iter().enumerate() {
             let path = format!("{}[{nth}]", section.path);
-            let name = entry["id"].as_str().or(entry["name"].as_str());
-            let shown = join(&section.path, name.unwrap_or_default());
+            let name = ENTRY_NAMES.iter().find_map(|key| entry[*key].as_str());
+            let shown = match name.filter(|name| taken.insert(*name)) {
+                Some(name) => join(&section.path, name),
+                None => path.clone(),
+            };
             add(&section, (&shown, &path), entry);
         }
     }

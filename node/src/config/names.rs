@@ -39,6 +39,9 @@ pub(super) fn names(file: &ConfigFile, found: &mut Settings) -> ModelNames {
     for (nth, split) in file.splits.iter().enumerate() {
         given.add_split(nth, split, found);
     }
+    for (nth, price) in file.prices.iter().enumerate() {
+        given.check_price(&format!("prices[{nth}].name"), &price.name, found);
+    }
     let splits = file.splits.iter().enumerate();
     let splits = splits.filter_map(|(nth, split)| given.split(nth, split, found));
     let splits = splits.collect();
@@ -92,6 +95,25 @@ impl<'a> GivenNames<'a> {
         if self.give(&split.model, (&key, &key), found) {
             self.splits.insert(&split.model);
         }
+    }
+
+    /// Refuses the price of a name under which no usage is counted.
+    fn check_price(&self, path: &str, name: &str, found: &mut Settings) {
+        if !found.is_sound(path) {
+            return;
+        }
+        let (fault, expected) = if let Some(model) = self.aliases.get(name) {
+            let fault = format!("an alias of {model:?}");
+            (fault, format!("{model:?}, the model that serves"))
+        } else if let Some(split) = self.places.get(name).filter(|_| self.splits.contains(name)) {
+            let fault = format!("the split of {split}");
+            (fault, "a price for each of its models".to_owned())
+        } else if name == "*" {
+            ("no model".to_owned(), "a price for each model".to_owned())
+        } else {
+            return;
+        };
+        found.refuse(path, format!("{path} is {name:?}, {fault}"), &expected);
     }
 
     /// Returns the model that `name`, given at `path`, stands for; `None` if it stands for none.
@@ -190,10 +212,12 @@ impl<'a> GivenNames<'a> {
                 let way = behind[..=at].join("\", \"");
                 let message = format!("{key} leads back to its own model: \"{model}\", \"{way}\"");
                 found.refuse(&key, message, "fallbacks without a cycle");
-            } else if behind
-                .last()
-                .is_some_and(|it| fallbacks.fallbacks.contains_key(*it))
-            {
+                continue;
+            }
+            // A model that leads into the cycle of others is not at fault.
+            let is_cycle = behind.iter().collect::<BTreeSet<_>>().len() < behind.len();
+            let has_next = |it: &&str| fallbacks.fallbacks.contains_key(*it);
+            if !is_cycle && behind.last().is_some_and(has_next) {
                 let message = format!("more than {FALLBACKS_MAX} fallbacks follow {key}");
                 found.refuse(&key, message, &format!("at most {FALLBACKS_MAX}"));
             }

@@ -11,7 +11,8 @@ use super::form::{As, AsOption, PriceForm};
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PriceConfig {
-    /// Model id, as requests name it.
+    /// Model that serves, as `quorate usage --by model` shows it, so no alias and no split; `other`
+    /// for all models that no backend names.
     pub name: String,
     /// Price of a million prompt tokens that an engine computed, such as `"0.15"`.
     #[serde(with = "As::<PriceForm>")]

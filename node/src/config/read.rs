@@ -15,17 +15,19 @@ use super::foreign_names;
 use super::schema::{self, SCHEMA, expected, fit, join};
 
 /// Lists of tables, which variables cannot set, each with the way to set it.
-const LISTS: [(&str, &str); 4] = [
+const LISTS: [(&str, &str); 6] = [
     (
         "BACKENDS",
         "[[backends]] in the config file, or serve --backend URL",
     ),
     ("DISCOVERY", "[[discovery]] in the config file"),
     ("MODELS", "[[models]] in the config file"),
+    ("PRICES", "[[prices]] in the config file"),
     (
         "SESSIONS__HEADERS",
         "[[sessions.headers]] in the config file",
     ),
+    ("SPLITS", "[[splits]] in the config file"),
 ];
 
 /// The layers of a config, except the defaults.

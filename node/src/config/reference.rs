@@ -20,7 +20,7 @@ Each value comes from the first of these that sets it:
 
 Unknown keys are errors.
 Variables without `__` are ignored, because orchestrators set such ones, unless they look like a key.
-Lists of tables (`[[models]]`, `[[splits]]`, `[[backends]]`, `[[discovery]]`) can only be set in the file; `quorate serve --backend URL` adds backends.
+Lists of tables (`[[models]]`, `[[splits]]`, `[[backends]]`, `[[discovery]]`, `[[prices]]`) can only be set in the file; `quorate serve --backend URL` adds backends.
 
 Most keys can stay as they are.
 A first production cluster needs those marked **basic**; `quorate config print --basic` prints them, with their descriptions, as a file to start from.

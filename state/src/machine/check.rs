@@ -36,6 +36,8 @@
 //!   within its bound.
 //! - **I172** The rows of usage and what was dropped by age add up to all usage charged. The order and
 //!   the digest follow from the rows, whose number is within its bound.
+//! - **I173** A source of usage that has a name keeps it as long as a row has the source. The number of
+//!   names without rows is within its bound.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
 //! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
@@ -71,6 +73,9 @@ impl RouterState {
         self.usage
             .check()
             .map_err(|detail| broken("I172", detail))?;
+        self.usage
+            .check_sources()
+            .map_err(|detail| broken("I173", detail))?;
         self.check_published()
     }
 

@@ -12,7 +12,7 @@ impl RouterState {
     pub fn digest(&self) -> u128 {
         let [users, users_rest] = self.users.digest();
         let sessions = xxh3_128(&encoding::to_bytes(&self.sessions));
-        let [usage, usage_totals] = self.usage.digest();
+        let [usage, usage_sources, usage_totals] = self.usage.digest();
         let parts = [
             self.cold_digest,
             self.ownership.digest(),
@@ -23,6 +23,7 @@ impl RouterState {
             self.trees.digest(),
             self.streams.digest(),
             usage,
+            usage_sources,
             usage_totals,
         ];
         let mut bytes = Vec::with_capacity(16 * 16);

@@ -20,9 +20,13 @@ impl RouterState {
         is_charged
     }
 
-    /// Names a source of requests. Returns `false` if the name is invalid or has no room.
+    /// Names a source of requests. Returns `false` if the name is invalid.
     pub(super) fn define_source(&mut self, source: UsageSource) -> bool {
-        is_name(&source.model) && self.usage.define(self.config.hash_seed, source)
+        let is_valid = is_name(&source.model);
+        if is_valid {
+            self.usage.define(self.config.hash_seed, source);
+        }
+        is_valid
     }
 
     /// Drops usage that is older than the settings say, a bounded number of rows. Follows the

@@ -7,12 +7,14 @@
 //!
 //! Rows older than `admission.usage_days` days are dropped. There are at
 //! most [`USAGE_ROWS_MAX`]. A table that is full keeps its totals and loses detail, the oldest day
-//! first: the rows of a user become one of [`SourceKey::OTHER`], and then those of all users become
-//! one of [`NOBODY`]. A bill of a recent day is worth more than the detail of an old one.
+//! first: the rows of users who have several become one of [`SourceKey::OTHER`] each, and then those
+//! of all users become one of [`NOBODY`]. Each row that folds makes room or prepares it for the next,
+//! so no command folds more than three for a row that is new. A bill of a recent day is worth more than the detail of an old one.
 //!
 //! A deleted user's rows become rows of [`NOBODY`] that keep day and model, so that the fleet's use
 //! still adds up and nothing leads to the user.
 
+mod sources;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -28,8 +30,6 @@ pub use table::{UsageRow, UsageView};
 
 /// Maximum number of rows.
 pub const USAGE_ROWS_MAX: usize = 200_000;
-/// Maximum number of sources with a name. Usage of further ones has neither key nor model.
-pub const SOURCES_MAX: usize = 16_384;
 /// User of rows whose users are not known any more.
 pub const NOBODY: UserKey = UserKey(0);
 
@@ -42,15 +42,13 @@ pub struct UsageSource {
     pub model: String,
 }
 
-/// Returns the key of a source: `xxh3_64` of the API key's id, little-endian and if there is one, a
-/// byte that says whether, and the model, seeded with the cluster's `hash_seed`.
+/// Returns the key of a source: `xxh3_64` of the model, seeded with the `xxh3_64` of the API key's id,
+/// little-endian, seeded with the cluster's `hash_seed`. Without a key, the id has no bytes.
 #[must_use]
 pub fn source_key(hash_seed: u64, key: Option<ApiKeyId>, model: &str) -> SourceKey {
-    let mut bytes = Vec::with_capacity(9 + model.len());
-    bytes.extend(key.iter().flat_map(|id| id.0.to_le_bytes()));
-    bytes.push(u8::from(key.is_some()));
-    bytes.extend(model.as_bytes());
-    SourceKey(xxh3_64_with_seed(&bytes, hash_seed))
+    let id = key.map(|id| id.0.to_le_bytes());
+    let seed = xxh3_64_with_seed(id.as_ref().map_or(&[], |id| &id[..]), hash_seed);
+    SourceKey(xxh3_64_with_seed(model.as_bytes(), seed))
 }
 
 /// What a row counts.
@@ -70,37 +68,29 @@ impl PathKey for RowKey {
     }
 }
 
-/// How much detail a row has, from most to least. Rows of a day fold in this order.
+/// How a user's rows of a day fold. Those of a day fold in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Detail {
-    Source,
-    User,
-    Day,
+enum Fold {
+    /// Several rows become one of [`SourceKey::OTHER`].
+    IntoUser,
+    /// The only row becomes part of the day's row.
+    IntoDay,
 }
 
 impl RowKey {
-    fn detail(&self) -> Detail {
-        match (self.user, self.source) {
-            (NOBODY, SourceKey::OTHER) => Detail::Day,
-            (_, SourceKey::OTHER) => Detail::User,
-            _ => Detail::Source,
-        }
+    /// Returns the first and the last key that a user's rows of a day may have.
+    fn of_user(day: u32, user: UserKey) -> std::ops::RangeInclusive<Self> {
+        let key = |source| Self { day, user, source };
+        key(SourceKey::OTHER)..=key(SourceKey(u64::MAX))
     }
 
-    /// Returns the row with the next lower detail.
-    fn folded(self) -> Self {
-        match self.detail() {
-            Detail::Source => Self {
-                source: SourceKey::OTHER,
-                ..self
-            },
-            Detail::User | Detail::Day => self.of_day(),
-        }
-    }
-
-    fn of_day(self) -> Self {
+    /// Returns the row that this one folds into.
+    fn folded(self, fold: Fold) -> Self {
         Self {
-            user: NOBODY,
+            user: match fold {
+                Fold::IntoUser => self.user,
+                Fold::IntoDay => NOBODY,
+            },
             source: SourceKey::OTHER,
             ..self
         }

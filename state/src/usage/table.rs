@@ -1,12 +1,13 @@
 //! The table of usage: the changes that the log orders, and its image in snapshots.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::ops::Bound::{Excluded, Unbounded};
 
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{Detail, NOBODY, RowKey, SOURCES_MAX, USAGE_ROWS_MAX, UsageSource, source_key};
+use super::sources::{NamedSources, Sources};
+use super::{Fold, NOBODY, RowKey, USAGE_ROWS_MAX, UsageSource, source_key};
 use crate::budgets::{BACK_MS_MAX, BudgetPeriod};
 use crate::cow::CowMap;
 use crate::encoding;
@@ -15,14 +16,12 @@ use crate::users::UserUsage;
 
 /// Maximum number of rows that one command drops by age, so that none takes long.
 const DROPS_PER_COMMAND: usize = 64;
-/// Number of rows that a charge folds step by step for room. A full table of users with one row each
-/// then folds the oldest row into its day at once.
-const FOLDS_PER_ROW: usize = 16;
 /// Maximum number of rows or sources in one section of a snapshot.
 const ROWS_PER_PIECE: usize = 4096;
+/// Maximum number of names of sources without rows, such as those that are named and not charged yet.
+const UNUSED_SOURCES_MAX: usize = 4096;
 
 type RowMap = CowMap<RowKey, UserUsage>;
-type Sources = BTreeMap<SourceKey, UsageSource>;
 
 /// What is kept in addition to the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
@@ -33,18 +32,22 @@ struct UsageTotals {
     charged: UserUsage,
     /// Usage of rows that were dropped by age.
     dropped: UserUsage,
-    /// Whether a row went since sources without rows were last removed.
-    has_lost_rows: bool,
+    /// Number of times that a row lost detail because the table was full.
+    folded: u64,
+    /// First day since which no row has lost detail so.
+    whole_from: u32,
 }
 
 /// Usage by day, user and source.
 pub(crate) struct UsageTable {
     rows: RowMap,
-    /// Rows in the order in which they fold and age.
-    order: BTreeSet<(u32, Detail, RowKey)>,
-    sources: Arc<Sources>,
+    /// Keys of all rows, in the order in which they age.
+    keys: BTreeSet<RowKey>,
+    /// Users with rows that can fold, by day, in the order in which they fold.
+    foldable: BTreeSet<(u32, Fold, UserKey)>,
+    sources: Sources,
     totals: UsageTotals,
-    /// Wrapping sum of the hashes of all rows and sources.
+    /// Wrapping sum of the hashes of all rows.
     digest: u128,
     rows_max: usize,
     is_changed: bool,
@@ -52,16 +55,17 @@ pub(crate) struct UsageTable {
 
 impl Default for UsageTable {
     fn default() -> Self {
-        Self::with_bound(USAGE_ROWS_MAX)
+        Self::with_bounds(USAGE_ROWS_MAX, UNUSED_SOURCES_MAX)
     }
 }
 
 impl UsageTable {
-    pub(super) fn with_bound(rows_max: usize) -> Self {
+    pub(super) fn with_bounds(rows_max: usize, unused_sources_max: usize) -> Self {
         Self {
             rows: RowMap::new(),
-            order: BTreeSet::new(),
-            sources: Arc::default(),
+            keys: BTreeSet::new(),
+            foldable: BTreeSet::new(),
+            sources: Sources::with_bound(unused_sources_max),
             totals: UsageTotals::default(),
             digest: 0,
             rows_max,
@@ -69,20 +73,11 @@ impl UsageTable {
         }
     }
 
-    /// Names a source. Returns whether the table had room.
-    pub(crate) fn define(&mut self, hash_seed: u64, source: UsageSource) -> bool {
+    /// Names a source.
+    pub(crate) fn define(&mut self, hash_seed: u64, source: UsageSource) {
         let key = source_key(hash_seed, source.key, &source.model);
-        if self.sources.contains_key(&key) {
-            return true;
-        }
-        if self.sources.len() >= SOURCES_MAX {
-            self.forget_sources();
-        }
-        let has_room = self.sources.len() < SOURCES_MAX;
-        if has_room {
-            self.add_source(key, source);
-        }
-        has_room
+        self.sources.define(key, source);
+        self.is_changed = true;
     }
 
     /// Adds usage of a user at the Unix time `unix_ms` to the row of the day and source.
@@ -99,10 +94,8 @@ impl UsageTable {
         let day = self.follow_day(unix_ms);
         self.totals.charged.add(usage);
         let key = RowKey { day, user, source };
-        if self.rows.get(&key).is_none() {
-            self.make_room();
-        }
         self.add(key, usage);
+        self.fold_surplus();
     }
 
     /// Returns the day for which a stamp of this Unix time counts.
@@ -120,29 +113,34 @@ impl UsageTable {
     pub(crate) fn forget_some(&mut self, unix_ms: u64, days: u16) {
         let today = BudgetPeriod::Day.number(unix_ms);
         for _ in 0..DROPS_PER_COMMAND {
-            match self.order.first() {
-                Some((day, _, key)) if day.saturating_add(u32::from(days)) <= today => {
-                    let dropped = self.set(*key, None);
-                    self.totals.dropped.add(&dropped);
-                }
+            match self.keys.first() {
+                Some(key) if key.day.saturating_add(u32::from(days)) <= today => self.drop(*key),
                 _ => return,
             }
         }
     }
 
+    fn drop(&mut self, key: RowKey) {
+        let dropped = self.set(key, None);
+        self.totals.dropped.add(&dropped);
+    }
+
     /// Moves the rows of a user that is deleted to nobody. They keep day and model.
     pub(crate) fn forget_user(&mut self, hash_seed: u64, user: UserKey) {
-        let theirs = self.order.iter().map(|(.., key)| *key);
-        let theirs: Vec<RowKey> = theirs.filter(|key| key.user == user).collect();
+        let mut theirs: Vec<RowKey> = Vec::new();
+        let mut next = self.keys.first();
+        while let Some(RowKey { day, .. }) = next {
+            theirs.extend(self.keys.range(RowKey::of_user(*day, user)));
+            let last = *RowKey::of_user(*day, UserKey(u64::MAX)).end();
+            next = self.keys.range((Excluded(last), Unbounded)).next();
+        }
         for key in theirs {
-            let model = self.sources.get(&key.source).map(|it| it.model.clone());
+            let named = self.sources.named().get(&key.source);
+            let model = named.map(|source| source.model.clone());
             let source = model.map_or(SourceKey::OTHER, |model| {
-                let keyless = UsageSource { key: None, model };
-                let known = source_key(hash_seed, None, &keyless.model);
-                match self.define(hash_seed, keyless) {
-                    true => known,
-                    false => SourceKey::OTHER,
-                }
+                let keyless = source_key(hash_seed, None, &model);
+                self.define(hash_seed, UsageSource { key: None, model });
+                keyless
             });
             let moved = RowKey {
                 user: NOBODY,
@@ -153,25 +151,60 @@ impl UsageTable {
         }
     }
 
-    /// Folds rows until one more has room.
-    fn make_room(&mut self) {
-        for folds in 0.. {
-            if self.rows.len() < self.rows_max {
-                return;
-            }
-            let mut oldest = self.order.iter();
-            let Some((.., key)) = oldest.find(|(_, detail, _)| *detail != Detail::Day) else {
-                return;
+    /// Folds rows until they are within their bound.
+    fn fold_surplus(&mut self) {
+        while self.rows.len() > self.rows_max {
+            let Some(&(day, fold, user)) = self.foldable.first() else {
+                // One row a day is left.
+                let oldest = self.keys.first().copied();
+                oldest.into_iter().for_each(|key| self.drop(key));
+                continue;
             };
-            let key = *key;
-            let is_step = folds < FOLDS_PER_ROW;
-            self.merge(key, if is_step { key.folded() } else { key.of_day() });
+            // A row without a source would be the first one.
+            let row = self.keys.range(RowKey::of_user(day, user)).next_back();
+            let Some(row) = row.copied() else { return };
+            self.merge(row, row.folded(fold));
+            self.totals.folded = self.totals.folded.saturating_add(1);
+            self.totals.whole_from = self.totals.whole_from.max(day.saturating_add(1));
+        }
+    }
+
+    /// Returns how the user's rows of the day fold; `None` if they do not.
+    fn fold_of(&self, day: u32, user: UserKey) -> Option<Fold> {
+        let mut rows = self.keys.range(RowKey::of_user(day, user));
+        match (rows.next(), rows.next()) {
+            (Some(_), Some(_)) => Some(Fold::IntoUser),
+            (Some(row), None) if *row != row.folded(Fold::IntoDay) => Some(Fold::IntoDay),
+            _ => None,
+        }
+    }
+
+    /// Adds or removes the key of a row.
+    fn list(&mut self, key: RowKey, is_there: bool) {
+        let (day, user) = (key.day, key.user);
+        if let Some(fold) = self.fold_of(day, user) {
+            self.foldable.remove(&(day, fold, user));
+        }
+        if is_there {
+            self.keys.insert(key);
+            self.sources.gains_row(key.source);
+        } else {
+            self.keys.remove(&key);
+            self.sources.loses_row(key.source);
+        }
+        if let Some(fold) = self.fold_of(day, user) {
+            self.foldable.insert((day, fold, user));
         }
     }
 
     fn merge(&mut self, from: RowKey, into: RowKey) {
-        let usage = self.set(from, None);
+        if from == into {
+            return;
+        }
+        // First added, so that a source that both have keeps its name.
+        let usage = self.rows.get(&from).copied().unwrap_or_default();
         self.add(into, &usage);
+        self.set(from, None);
     }
 
     fn add(&mut self, key: RowKey, usage: &UserUsage) {
@@ -186,45 +219,15 @@ impl UsageTable {
         if let Some(before) = &before {
             self.digest = self.digest.wrapping_sub(hash(&(key, before)));
         }
-        let place = (key.day, key.detail(), key);
-        match row {
-            Some(row) => {
-                self.digest = self.digest.wrapping_add(hash(&(key, row)));
-                self.rows.insert_new(key, row);
-                if before.is_none() {
-                    self.order.insert(place);
-                }
-            }
-            None => {
-                self.order.remove(&place);
-                self.totals.has_lost_rows = true;
-            }
+        if before.is_some() != row.is_some() {
+            self.list(key, row.is_some());
+        }
+        if let Some(row) = row {
+            self.digest = self.digest.wrapping_add(hash(&(key, row)));
+            self.rows.insert_new(key, row);
         }
         self.is_changed = true;
         before.unwrap_or_default()
-    }
-
-    fn add_source(&mut self, key: SourceKey, source: UsageSource) {
-        self.digest = self.digest.wrapping_add(hash(&(key, &source)));
-        Arc::make_mut(&mut self.sources).insert(key, source);
-        self.is_changed = true;
-    }
-
-    /// Removes the sources without rows, if a row went since this was last done.
-    fn forget_sources(&mut self) {
-        if !std::mem::take(&mut self.totals.has_lost_rows) {
-            return;
-        }
-        let used: BTreeSet<SourceKey> = self.rows.iter().map(|(key, _)| key.source).collect();
-        let digest = &mut self.digest;
-        Arc::make_mut(&mut self.sources).retain(|key, source| {
-            let is_used = used.contains(key);
-            if !is_used {
-                *digest = digest.wrapping_sub(hash(&(key, &*source)));
-            }
-            is_used
-        });
-        self.is_changed = true;
     }
 
     /// Returns the usage for readers on other threads, or `None` if nothing changed since the last
@@ -236,7 +239,7 @@ impl UsageTable {
     pub(crate) fn published(&self) -> UsageView {
         UsageView {
             rows: self.rows.clone(),
-            sources: Arc::clone(&self.sources),
+            sources: self.sources.named().clone(),
             totals: self.totals,
         }
     }
@@ -246,9 +249,9 @@ impl UsageTable {
         self.is_changed = true;
     }
 
-    /// Returns the wrapping sum of the hashes of rows and sources, and the hash of the totals.
-    pub(crate) fn digest(&self) -> [u128; 2] {
-        [self.digest, hash(&self.totals)]
+    /// Returns the wrapping sums of the hashes of rows and sources, and the hash of the totals.
+    pub(crate) fn digest(&self) -> [u128; 3] {
+        [self.digest, self.sources.digest(), hash(&self.totals)]
     }
 
     pub(crate) fn restore_totals(&mut self, bytes: &[u8]) -> Result<(), String> {
@@ -261,11 +264,13 @@ impl UsageTable {
         type Piece = Vec<(SourceKey, UsageSource)>;
         for (key, source) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
         {
-            if self.sources.contains_key(&key) || self.sources.len() >= SOURCES_MAX {
+            let is_full = self.sources.named().len() >= self.rows_max + UNUSED_SOURCES_MAX;
+            if self.sources.named().get(&key).is_some() || is_full {
                 return Err(format!("source {key} stands twice or has no room"));
             }
-            self.add_source(key, source);
+            self.sources.insert(key, source);
         }
+        self.is_changed = true;
         Ok(())
     }
 
@@ -287,16 +292,15 @@ impl UsageTable {
     /// # Errors
     /// Describes the first broken rule.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let view = self.published();
-        let mut rebuilt = Self::with_bound(self.rows_max);
-        for piece in view.source_pieces() {
-            rebuilt.restore_sources(&piece)?;
-        }
-        for piece in view.row_pieces() {
-            rebuilt.restore_piece(&piece)?;
-        }
-        if rebuilt.digest != self.digest || rebuilt.order != self.order {
+        let rebuilt = self.rebuilt()?;
+        let is_same = rebuilt.digest == self.digest
+            && rebuilt.keys == self.keys
+            && rebuilt.foldable == self.foldable;
+        if !is_same {
             return Err("order or digest of usage differ from its rows".to_owned());
+        }
+        if self.rows.len() > self.rows_max {
+            return Err(format!("there are {} rows", self.rows.len()));
         }
         let mut sum = self.totals.dropped;
         self.rows.iter().for_each(|(_, row)| sum.add(row));
@@ -305,6 +309,27 @@ impl UsageTable {
             return Err(format!("rows add up to {sum:?}, charged were {charged:?}"));
         }
         Ok(())
+    }
+
+    /// Checks I173: rows and names of sources go together, and names without rows are bounded.
+    ///
+    /// # Errors
+    /// Describes the first broken rule.
+    pub(crate) fn check_sources(&self) -> Result<(), String> {
+        self.sources.check(&self.rebuilt()?.sources)
+    }
+
+    /// Returns the table that a snapshot of this one restores.
+    fn rebuilt(&self) -> Result<Self, String> {
+        let view = self.published();
+        let mut rebuilt = Self::with_bounds(self.rows_max, UNUSED_SOURCES_MAX);
+        for piece in view.source_pieces() {
+            rebuilt.restore_sources(&piece)?;
+        }
+        for piece in view.row_pieces() {
+            rebuilt.restore_piece(&piece)?;
+        }
+        Ok(rebuilt)
     }
 }
 
@@ -316,7 +341,7 @@ fn hash<T: Encode>(value: &T) -> u128 {
 #[derive(Debug)]
 pub struct UsageView {
     rows: RowMap,
-    sources: Arc<Sources>,
+    sources: NamedSources,
     totals: UsageTotals,
 }
 
@@ -329,7 +354,7 @@ pub struct UsageRow<'a> {
     pub user: Option<UserKey>,
     /// Hash of API key and model.
     pub source_key: SourceKey,
-    /// API key and model; `None` if they had no room.
+    /// API key and model; `None` if the row is folded, or its source has no name yet.
     pub source: Option<&'a UsageSource>,
     /// Tokens and requests.
     pub usage: UserUsage,
@@ -356,7 +381,33 @@ impl UsageView {
     /// Whether the source has a name.
     #[must_use]
     pub fn knows(&self, source: SourceKey) -> bool {
-        self.sources.contains_key(&source)
+        self.sources.get(&source).is_some()
+    }
+
+    /// Returns the number of rows.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are no rows.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns how many times a row lost detail because the table was full.
+    #[must_use]
+    pub fn folded(&self) -> u64 {
+        self.totals.folded
+    }
+
+    /// Returns the first day whose rows, and those of all later days, have lost no detail for lack of
+    /// room; `None` if that is the case of all rows.
+    #[must_use]
+    pub fn whole_from(&self) -> Option<u32> {
+        let day = self.totals.whole_from;
+        self.rows().any(|row| row.day < day).then_some(day)
     }
 
     /// Returns all usage ever charged, also that of rows dropped by age.

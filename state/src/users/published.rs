@@ -56,6 +56,12 @@ impl UsersView {
         }
     }
 
+    /// Returns the name of a user; `None` if the user is not known.
+    #[must_use]
+    pub fn name(&self, user: UserKey) -> Option<&str> {
+        self.map.get(&user).map(|user| &*user.name)
+    }
+
     /// Returns a user's limits and budget, and their usage. An unknown user has the default ones.
     #[must_use]
     pub fn quota(&self, user: UserKey) -> Quota {

@@ -567,7 +567,8 @@ pub(crate) const ROUTES: &[RouteInfo] = &[
             put(
                 "putAdmission",
                 OPERATOR,
-                "Replaces the admission settings, on every replica at one log index.",
+                "Replaces the admission settings, on every replica at one log index. Without `usage_days`, \
+                 that one stays.",
                 || served(admission::put),
             ),
         ],

@@ -96,6 +96,8 @@ async fn usage_comes_in_pages_that_follow_each_other() {
     }
     assert_eq!(json!(rows), whole["usage"]);
     assert_eq!(rows.len(), 3);
+    let cut = bench.call("GET", &format!("{path}0"), "").await;
+    assert_eq!(cut.status, StatusCode::BAD_REQUEST, "{path}0");
 }
 
 #[tokio::test]
@@ -107,10 +109,29 @@ async fn usage_is_a_table_in_csv() {
     assert_eq!(answer.headers["content-type"], "text/csv; charset=utf-8");
     let rows = [
         "model,requests,input_uncached,input_cached,output,money,unpriced_tokens",
-        "llama,2,1010,2000,301,0.0004821,",
+        "llama,2,1010,2000,301,0.0004821,0",
         "tiny,1,5,0,5,0,10",
     ];
     assert_eq!(answer.body, rows.map(|row| format!("{row}\r\n")).concat());
+    // The columns follow from the query alone.
+    let none = "/admin/v1/usage?by=user,key&format=csv&to=1971-01-01";
+    let header = "user,user_key,key,key_name,requests,input_uncached,input_cached,output,money,\
+                  unpriced_tokens\r\n";
+    let rows = bench.call("GET", none, "").await.body;
+    assert!(rows.starts_with(header), "{rows}");
+}
+
+#[tokio::test]
+async fn settings_of_admission_without_usage_days_drop_no_usage() {
+    let bench = Bench::new();
+    let put = async |settings: &str| bench.call("PUT", "/admin/v1/admission", settings).await;
+    assert_eq!(put(r#"{"usage_days": 400}"#).await.status, StatusCode::OK);
+    assert_eq!(put(r#"{"order": "vtc"}"#).await.status, StatusCode::OK);
+    let config = &bench.get("/admin/v1/admission").await["config"];
+    assert_eq!(
+        (&config["usage_days"], &config["order"]),
+        (&json!(400), &json!("vtc"))
+    );
 }
 
 #[tokio::test]

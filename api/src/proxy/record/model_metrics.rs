@@ -14,11 +14,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 use super::outcome::RequestOutcome;
+use crate::model_names::OTHER_MODEL;
 
 /// Maximum number of models with their own series.
 const MODELS_MAX: usize = 100;
-/// Label of the series that all other models share.
-const OTHER: &str = "other";
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RequestedModel {
@@ -120,7 +119,7 @@ impl ModelMetrics {
         let mut meters = self.meters.write().unwrap_or_else(PoisonError::into_inner);
         let name = match is_served && meters.len() < MODELS_MAX {
             true => model,
-            false => OTHER,
+            false => OTHER_MODEL,
         };
         let meter = meters.entry(name.to_owned());
         Arc::clone(meter.or_insert_with(|| Arc::new(self.of(name))))
@@ -188,6 +187,6 @@ mod tests {
             .filter(|line| line.starts_with("model_duration_seconds_count"));
         assert_eq!(models.count(), MODELS_MAX);
         // `other` occupies one place.
-        assert_eq!(finished(OTHER), Some(1 + 2 * (MODELS_MAX + 1)));
+        assert_eq!(finished(OTHER_MODEL), Some(1 + 2 * (MODELS_MAX + 1)));
     }
 }

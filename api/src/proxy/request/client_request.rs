@@ -30,7 +30,7 @@ use super::user_models::check_user_model;
 use crate::admission::AdmissionRequest;
 use crate::error::ProxyError;
 use crate::files::text::without_mark;
-use crate::model_names::{ResolvedModel, SplitKeys};
+use crate::model_names::{ModelHealth, ResolvedModel, SplitKeys};
 use crate::prompt::{
     ParsedBody, ParsedRequest, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form,
 };
@@ -392,11 +392,14 @@ impl RequestReader {
             session: session.map(|session| session.key.0),
             request_id: head.request_id,
         };
-        let can_serve =
-            |model: &str| head.is_resumed || self.decider.can_serve(model, head.endpoints);
+        let health = |model: &str| match head.is_resumed {
+            // A stream goes on with the model that began it.
+            true => ModelHealth::Healthy,
+            false => self.decider.model_health(model, head.endpoints),
+        };
         let may_use = |model: &str| check(model).is_ok();
         let names = &self.settings.names;
-        let resolved = names.resolve(name, keys, can_serve, may_use);
+        let resolved = names.resolve(name, keys, health, may_use);
         check(resolved.as_ref().map_or(name, |resolved| &resolved.meant))?;
         Ok(resolved.map(Box::new))
     }

@@ -17,6 +17,7 @@ use super::Decider;
 use super::adapters::{AdapterCandidate, preferred};
 use super::routing_table::{DecisionScratch, RoutingTable, ServingBackend, user_of};
 use crate::engines::backends::{Doubt, HealthFlags};
+use crate::model_names::ModelHealth;
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 use crate::routing::verdict::FilterVerdict;
@@ -66,18 +67,30 @@ struct FilterPass<'a, S> {
 }
 
 impl Decider {
-    /// Whether a backend that is up serves `model`, so that a request for it can be sent or wait.
+    /// Returns whether a request for `model` can be sent or wait, as far as this replica knows.
     /// `endpoints` are those that the asking gateway can use.
-    pub(crate) fn can_serve(&self, model: &str, endpoints: Option<&OfferedEndpoints>) -> bool {
+    pub(crate) fn model_health(
+        &self,
+        model: &str,
+        endpoints: Option<&OfferedEndpoints>,
+    ) -> ModelHealth {
         let fleet = self.fleet.table();
         let is_offered = |at| endpoints.is_none_or(|offered| offered.has(fleet.endpoint(at)));
+        let health = |registered: &Backend| {
+            let flags = self.backends.health_flags(registered.handle.slot);
+            if flags.is_some_and(|flags| flags.is_healthy) {
+                ModelHealth::Healthy
+            } else if self.backends.is_up(&fleet.registry, registered) {
+                ModelHealth::Doubtful
+            } else {
+                ModelHealth::Down
+            }
+        };
         fleet.with_serving(model, |serving| {
-            serving.iter().any(|backend| {
-                let registered = &fleet.registry.backends[backend.at];
-                !backend.is_draining
-                    && is_offered(backend.at)
-                    && self.backends.is_up(&fleet.registry, registered)
-            })
+            let usable = serving.iter();
+            let usable = usable.filter(|it| !it.is_draining && is_offered(it.at));
+            let each = usable.map(|it| health(&fleet.registry.backends[it.at]));
+            each.max().unwrap_or(ModelHealth::Down)
         })
     }
 

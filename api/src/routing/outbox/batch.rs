@@ -17,7 +17,7 @@ pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
 pub(super) const CHARGE_BYTES: usize = 120;
 /// Upper bound of the size of an encoded charge of a stream, in bytes.
 const STREAM_CHARGE_BYTES: usize = 184;
-/// Upper bound of the size of an encoded user definition without its name, or of engine facts
+/// Upper bound of the size of an encoded definition of a user or source without its name, or of engine facts
 /// without their models, in bytes.
 const FRAME_BYTES: usize = 48;
 
@@ -128,6 +128,12 @@ impl Outbox {
         {
             let bytes = FRAME_BYTES + name.len();
             cut.put(Item::DefineUser { key, name }, bytes);
+        }
+        while cut.size.bytes < half
+            && let Some((_, source)) = self.sources.pop_first()
+        {
+            let bytes = FRAME_BYTES + source.model.len();
+            cut.put(Item::DefineSource(source), bytes);
         }
         while cut.size.bytes < half
             && let Some(charge) = self.next_charge()

@@ -10,7 +10,6 @@ use state::command::{Charge, Item};
 use state::ids::{SourceKey, UserKey};
 use state::streams::{CarriedStream, StreamCharge};
 use state::trees::SessionTurn;
-use state::usage::UsageSource;
 
 use super::commits::ChargedTo;
 use super::{CHARGED_USERS_MAX, Outbox};
@@ -233,15 +232,6 @@ impl Outbox {
         let queued = self.charges.entry(key).or_default();
         queued.charge.user = key.user;
         queued
-    }
-
-    /// Queues the name of a source, unless it is queued already. Without room it is dropped, and the
-    /// next request of the source queues it again.
-    pub fn name_source(&mut self, source: UsageSource) {
-        let item = Item::DefineSource(source);
-        if !self.notes.iter().any(|(note, _)| *note == item) {
-            self.note(item);
-        }
     }
 
     /// Returns the queued charges of a user.

@@ -33,8 +33,11 @@ use std::time::Duration;
 
 use state::admission::CreditLedger;
 use state::command::{Charge, EngineFacts, Envelope, Item, LeaseOutcome};
-use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
+use state::ids::{
+    AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, SourceKey, UserKey,
+};
 use state::streams::CarriedStream;
+use state::usage::UsageSource;
 use tokio::time::Instant;
 
 use self::charges::{ChargeKey, ChargeQueue};
@@ -54,6 +57,8 @@ const CHARGED_USERS_MAX: usize = 100_000;
 const OVERFLOW_USER: &str = "overflow";
 /// Maximum number of users remembered as named. Beyond it, all are named again, which is harmless.
 const NAMED_USERS_MAX: usize = 100_000;
+/// Maximum number of queued names of sources.
+const NAMED_SOURCES_MAX: usize = 16_384;
 /// Maximum size of queued notes, in bytes. Most are KV events, which are recovered if lost.
 const NOTES_BYTES_MAX: usize = 4 << 20;
 /// Number of forgotten attempts at which their steps are removed from the queue.
@@ -175,6 +180,8 @@ pub struct Outbox {
     /// Charge that was sent last. The next one in key order follows, so that none starves.
     last_charged: ChargeKey,
     names: VecDeque<(UserKey, String)>,
+    /// Names of sources. They leave before the charges, which show them.
+    sources: BTreeMap<SourceKey, UsageSource>,
     named: HashSet<UserKey>,
     /// Index of the last loss of names (a restore or a user deletion) that `named` accounts for;
     /// `None` if there was none.
@@ -215,6 +222,7 @@ impl Outbox {
             commits: CommitWaiters::default(),
             committed_to: LogIndex(0),
             names: VecDeque::new(),
+            sources: BTreeMap::new(),
             named: HashSet::new(),
             names_since: None,
             facts: BTreeMap::new(),
@@ -377,6 +385,13 @@ impl Outbox {
         self.names.push_back((key, name.to_owned()));
     }
 
+    /// Queues the name of a source. Without room, the next request of the source does.
+    pub fn name_source(&mut self, key: SourceKey, source: UsageSource) {
+        if self.sources.len() < NAMED_SOURCES_MAX {
+            self.sources.entry(key).or_insert(source);
+        }
+    }
+
     /// Queues the facts that an engine reported. Fields that are present replace earlier ones.
     pub(super) fn observe(&mut self, backend: BackendRef, facts: EngineFacts) {
         self.facts.entry(backend).or_default().update(facts);
@@ -466,6 +481,7 @@ impl Outbox {
         self.queued.items == 0
             && self.charges.is_empty()
             && self.names.is_empty()
+            && self.sources.is_empty()
             && self.facts.is_empty()
             && self.notes.is_empty()
     }
@@ -488,7 +504,7 @@ impl Outbox {
     pub(super) fn status(&self, now: Instant) -> OutboxStatus {
         let outstanding = self.outstanding.as_ref();
         let sent = outstanding.map_or(QueuedSize::default(), |outstanding| outstanding.size);
-        let others = self.charges.len() + self.names.len() + self.facts.len();
+        let others = self.charges.len() + self.names.len() + self.sources.len() + self.facts.len();
         let queued_items = self.queued.items + self.notes.len();
         let oldest_ms = outstanding.map_or(0, |outstanding| {
             let age = now.saturating_duration_since(outstanding.since).as_millis();

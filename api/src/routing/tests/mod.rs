@@ -15,6 +15,7 @@ mod shares;
 mod stories;
 mod tokens;
 mod turns;
+mod usage;
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;

@@ -350,6 +350,8 @@ impl ReferenceModel {
             true => Charge {
                 user: item.charge.user,
                 source: item.charge.source,
+                queued: item.charge.queued,
+                dequeued: item.charge.dequeued,
                 started: item.charge.started,
                 ended: item.charge.ended,
                 ..Charge::default()

@@ -65,13 +65,12 @@ impl ModelUsage {
         row.requests += usage.requests;
     }
 
-    /// Drops the oldest rows, those with the most detail first.
+    /// Drops the oldest rows.
     pub(super) fn drop_old(&mut self, calendar_ms: u64) {
         let today = calendar_ms / DAY_MS;
         let old = |(day, ..): &&UsageKey| u64::from(*day) + u64::from(self.days) <= today;
-        let mut old: Vec<UsageKey> = self.rows.keys().filter(old).copied().collect();
-        old.sort_by_key(|key| (key.0, key.2 == SourceKey::OTHER, key.1 == NOBODY, *key));
-        for key in old.into_iter().take(DROPS) {
+        let old: Vec<UsageKey> = self.rows.keys().filter(old).take(DROPS).copied().collect();
+        for key in old {
             self.rows.remove(&key);
         }
     }

@@ -96,6 +96,99 @@ to = []
 }
 
 #[test]
+fn a_price_is_one_of_a_model_that_serves() {
+    faults(
+        r#"
+node.id = 1
+[[models]]
+name = "large"
+aliases = ["best"]
+[[splits]]
+model = "chat"
+to = [{ model = "large" }]
+[[prices]]
+name = "large"
+[[prices]]
+name = "listed-by-an-engine"
+[[prices]]
+name = "best"
+[[prices]]
+name = "chat"
+[[prices]]
+name = "*"
+"#,
+        expect![[r#"
+            14:8: prices[2].name is "best", an alias of "large" (expected "large", the model that serves)
+            16:8: prices[3].name is "chat", the split of splits[0].model (expected a price for each of its models)
+            18:8: prices[4].name is "*", no model (expected a price for each model)
+        "#]],
+    );
+}
+
+#[test]
+fn every_entry_of_a_list_has_its_own_settings() {
+    let config = config(
+        r#"
+node.id = 1
+[[models]]
+name = "a"
+[[splits]]
+model = "s"
+to = [{ model = "a" }]
+[[splits]]
+model = "t"
+by = "session"
+to = [{ model = "a" }]
+[[sessions.headers]]
+session = "x-one"
+[[sessions.headers]]
+session = "x-two"
+[[discovery]]
+kind = "dns"
+id = "e"
+name = "e:1"
+[[discovery]]
+kind = "file"
+path = "/e.json"
+"#,
+    );
+    let local = &config.file.local;
+    let shown = ["splits.s.by", "splits.t.by"].map(|path| local[path].value.clone());
+    assert_eq!(shown, ["user", "session"]);
+    for path in [
+        "sessions.headers.x-one.session",
+        "sessions.headers.x-two.session",
+    ] {
+        assert!(local.contains_key(path), "{path}");
+    }
+    for path in ["discovery.e.kind", "discovery.file.kind"] {
+        assert!(local.contains_key(path), "{path}");
+    }
+}
+
+#[test]
+fn a_model_that_leads_into_a_cycle_of_others_has_no_error() {
+    faults(
+        r#"
+node.id = 1
+[[models]]
+name = "a"
+fallback = "b"
+[[models]]
+name = "b"
+fallback = "a"
+[[models]]
+name = "c"
+fallback = "a"
+"#,
+        expect![[r#"
+            5:12: models[0].fallback leads back to its own model: "a", "b", "a" (expected fallbacks without a cycle)
+            8:12: models[1].fallback leads back to its own model: "b", "a", "b" (expected fallbacks without a cycle)
+        "#]],
+    );
+}
+
+#[test]
 fn chains_of_fallbacks_are_bounded() {
     let model = |nth: usize| {
         format!(

@@ -41,6 +41,7 @@ use super::prompt_size::PromptSize;
 use super::reply::ReplyChain;
 use super::samples::AttemptTimer;
 use crate::engines::backends::{AnswerForm, HalfOpenProbe};
+use crate::model_names::OTHER_MODEL;
 use crate::routing::decide::decision_record::DecisionRecord;
 use crate::routing::learnt::LearntBlocks;
 use crate::routing::load::{Load, LoadGuard};
@@ -243,12 +244,20 @@ impl Dispatcher {
         }
     }
 
-    /// Returns the source of a request in the usage, and queues its name if the state lacks it.
+    /// Returns the source of a request in the usage, and queues its name if the state lacks it. All
+    /// models that no backend names are one, because clients can send any name.
     fn source_of(&self, hash_seed: u64, key: Option<ApiKeyId>, model: &str) -> SourceKey {
-        let source = source_key(hash_seed, key, model);
-        if !self.view.usage().knows(source) {
+        let usage = self.view.usage();
+        let mut source = source_key(hash_seed, key, model);
+        if usage.knows(source) {
+            return source;
+        }
+        let is_named = self.view.registry().names_model(model);
+        let model = if is_named { model } else { OTHER_MODEL };
+        source = source_key(hash_seed, key, model);
+        if !usage.knows(source) {
             let model = model.to_owned();
-            (self.outbox).with(|outbox| outbox.name_source(UsageSource { key, model }));
+            (self.outbox).with(|outbox| outbox.name_source(source, UsageSource { key, model }));
         }
         source
     }

@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use state::command::{Charge, Item};
-use state::ids::{SourceKey, StreamCarrier, StreamId, UserKey};
+use state::command::{Charge, Command, Item};
+use state::ids::{ModelKey, SourceKey, StreamCarrier, StreamId, UserKey};
 use state::streams::CarriedStream;
+use state::usage::UsageSource;
+use tokio::time::Instant;
 
 use super::{OutboxSettings, outbox};
 
@@ -147,4 +149,34 @@ fn a_stream_begins_in_the_step_that_ends_its_wait() {
     assert_eq!((item.charge.dequeued, item.charge.started), (1, 1));
     assert_eq!(item.charge.source, SourceKey(3));
     assert_eq!(outbox.next_charge(), None);
+}
+
+#[test]
+fn a_source_gets_its_name_before_its_charge_however_many_notes_wait() {
+    let mut outbox = outbox(OutboxSettings::default());
+    let note = Item::ObserveOutputs {
+        user: UserKey(5),
+        model: ModelKey(1),
+        tokens: vec![1; 256],
+    };
+    while outbox.note(note.clone()) {}
+    let source = UsageSource {
+        key: None,
+        model: "llama".to_owned(),
+    };
+    for _ in 0..2 {
+        outbox.name_source(SourceKey(3), source.clone());
+    }
+    outbox.charge(Charge {
+        user: UserKey(5),
+        source: SourceKey(3),
+        output: 1,
+        ..Charge::default()
+    });
+    let envelope = outbox.cut(Instant::now(), 5).unwrap();
+    let Command::Batch { items, .. } = &envelope.command else {
+        panic!("{envelope:?}");
+    };
+    assert_eq!(items[0], Item::DefineSource(source));
+    assert!(matches!(&items[1], Item::Charge(_)), "{:?}", items[1]);
 }
