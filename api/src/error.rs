@@ -583,14 +583,8 @@ mod tests {
         let response = openai_response(&ProxyError::EngineTimeout);
         assert_eq!(response.status(), 504);
         assert_eq!(response.headers()[SHOULD_RETRY], "false");
-        let kept = "files";
-        for failure in [
-            ProxyError::EngineBroke,
-            ProxyError::BreaksBackends,
-            ProxyError::KeepsNothing { kept },
-        ] {
-            assert_eq!(openai_response(&failure).headers()[SHOULD_RETRY], "false");
-        }
+        let response = openai_response(&ProxyError::NoWebsockets);
+        assert_eq!(response.headers()[SHOULD_RETRY], "false");
     }
 
     #[test]

@@ -50,7 +50,7 @@ fn idle_clients_leave_descriptors_to_other_connections() {
     first.process.says(&[
         "WARN",
         "descriptors=256",
-        "configured_connections=16384",
+        "wanted=33056",
         "max_connections=64",
     ]);
     let crowd: Vec<TcpStream> = (0..CLIENTS)

@@ -240,7 +240,7 @@ fn an_attempt_after_one_that_has_not_run_pays_for_itself() {
 }
 
 #[test]
-fn what_an_attempt_without_a_report_owes_is_paid_by_whoever_goes_on() {
+fn an_attempt_that_goes_on_pays_what_one_without_a_report_owes() {
     for end in [AttemptEnd::Broken, AttemptEnd::Failed] {
         for next_end in [AttemptEnd::Finished, AttemptEnd::NotRun] {
             let bench = Bench::new(2);

@@ -171,7 +171,7 @@ fn recording(user: &str) -> String {
 }
 
 #[test]
-fn a_recording_is_replayed_with_its_users_sessions_models_and_shared_prefixes() {
+fn a_recording_keeps_users_sessions_models_and_shared_prefixes() {
     let arrivals = parse(&recording("u1"), &OPTIONS).unwrap();
     let [first, second] = &arrivals[..] else {
         panic!("{arrivals:?}");
