@@ -336,7 +336,7 @@ impl ScrapedReplica {
         )?;
         page.counter(
             "quorate_state_usage_folded",
-            "Rows of usage that lost their user, API key and model, because the table was full",
+            "Rows of usage that lost their API key and model, or their user too, because the table was full",
             &usage.folded(),
         )?;
         page.counter(
