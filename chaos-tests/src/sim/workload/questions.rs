@@ -1,13 +1,13 @@
 //! Questions to a replica of a healed cluster: how it would route requests that nobody sends.
 
-use api::prompt::PromptIdentity;
-use api::routing::{RequestStages, RoutingRequest, UserName};
+use api::admission::AdmissionRequest as _;
+use api::routing::{EarlierAttempts, PermitCell, UserName};
 use lab::rng::Rng;
 use node::app::replica_core::ReplicaCore;
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::chat::ChatState;
+use super::chat::{ChatRequest, ChatState};
 
 /// Label of the questions' draws, which separates them from those of clients.
 const LABEL: u64 = 0x7175_6573;
@@ -35,30 +35,24 @@ pub(in crate::sim) fn answers(core: &ReplicaCore) -> Vec<String> {
         let mut rng = Rng::new(LABEL, number);
         let mut chat = ChatState::new(&mut rng);
         chat.says(&mut rng, 50 * number);
-        let identity = core.router().reader().identify(&chat.parsed());
-        answer(core, &chat, &identity, number)
+        answer(core, &chat, number)
     });
     asked.collect()
 }
 
-fn answer(core: &ReplicaCore, chat: &ChatState, identity: &PromptIdentity, number: u64) -> String {
-    let user = UserName::bounded(&chat.user);
-    let ask = RoutingRequest {
+fn answer(core: &ReplicaCore, chat: &ChatState, number: u64) -> String {
+    let request = ChatRequest {
         model: chat.model,
-        identity,
-        request_id: &format!("question-{number}"),
-        user: &user,
-        session: Some(chat.session()),
-        headers: None,
-        policy: None,
-        labels: &[],
-        excluded: &[],
-        waiting_here: 0,
-        client: None,
-        endpoints: None,
-        stages: RequestStages::Monolithic,
-        room: Default::default(),
+        user: UserName::bounded(&chat.user),
+        id: format!("question-{number}"),
+        identity: core.router().reader().identify(&chat.parsed()),
+        tokens_max: None,
+        priority: 0,
+        session: chat.session(),
+        permit: PermitCell::new(),
+        earlier: EarlierAttempts::default(),
     };
+    let ask = request.ask(&[]);
     let router = core.router();
     let explanation = (router.decider()).explain(&ask, router.outbox().status(), Instant::now());
     let mut shown = serde_json::to_value(explanation).expect("answers have string keys only");
