@@ -123,10 +123,8 @@ fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<Stri
             seed,
             faulty: Duration::from_secs(*seconds),
             only: only.to_vec(),
-            is_calm: false,
-            varies: false,
-            is_traced: false,
             bug: Some(bug),
+            ..SeedOptions::default()
         })
     });
     verdict(name, how, seen.as_deref())

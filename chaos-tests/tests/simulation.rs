@@ -9,11 +9,7 @@ fn seed(seed: u64, faulty_ms: u64) -> SeedOptions {
     SeedOptions {
         seed,
         faulty: Duration::from_millis(faulty_ms),
-        only: Vec::new(),
-        is_calm: false,
-        varies: false,
-        is_traced: false,
-        bug: None,
+        ..SeedOptions::default()
     }
 }
 

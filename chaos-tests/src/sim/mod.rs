@@ -26,6 +26,7 @@ mod reach;
 mod remedies;
 mod rollout;
 mod run;
+pub mod shrink;
 mod state_loss;
 pub mod trace;
 pub mod workload;

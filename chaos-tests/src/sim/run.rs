@@ -16,7 +16,7 @@ const FORM_STEPS_MAX: u64 = 20_000;
 const CHECK_EVERY_STEPS: u64 = 5_000;
 
 /// Options for the run of a seed.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct SeedOptions {
     /// Seed that decides everything.
     pub seed: u64,
@@ -28,6 +28,10 @@ pub struct SeedOptions {
     pub is_calm: bool,
     /// Whether the seed draws values of the config, inside their documented ranges.
     pub varies: bool,
+    /// Number of clients per replica that send requests; as the seed decides if `None`.
+    pub clients: Option<u8>,
+    /// Number of replicas that found the cluster; as the seed decides if `None`.
+    pub voters: Option<u8>,
     /// Whether the trace keeps text.
     pub is_traced: bool,
     /// Bug to plant during the run, if any.
@@ -83,6 +87,8 @@ pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
         only: run.only.clone(),
         is_calm: run.is_calm,
         varies: run.varies,
+        clients: run.clients,
+        voters: run.voters,
     })?;
     let mut subjects = BTreeMap::new();
     let done = live(&mut world, run, &mut subjects);

@@ -54,6 +54,10 @@ pub struct WorldOptions {
     pub is_calm: bool,
     /// Whether the seed draws values of the config.
     pub varies: bool,
+    /// Number of clients per replica, and of replicas that found the cluster; as the seed decides if
+    /// `None`.
+    pub clients: Option<u8>,
+    pub voters: Option<u8>,
 }
 
 /// Counts of events in a world.
@@ -142,6 +146,8 @@ impl World {
     pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
         let mut plan = WorldPlan::of(seed, options.varies);
+        plan.clients = options.clients.unwrap_or(plan.clients);
+        plan.voters = options.voters.unwrap_or(plan.voters);
         if options.only.contains(&Fault::Scale) {
             plan.fleet = FleetKind::Scaled;
         } else if options.only.contains(&Fault::Upgrade) {
