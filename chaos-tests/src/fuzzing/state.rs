@@ -21,6 +21,7 @@ use state::ids::{
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
+use state::capacity::{DemandReport, ModelDemand};
 use state::ratios::TextSample;
 use state::reader_assignment::Assignment;
 use state::service::BeliefSample;
@@ -351,6 +352,15 @@ fn learnt(backend: BackendRef) -> Command {
             bytes: 9000,
             tokens: 2000,
         }),
+        Item::ObserveDemand(Box::new(DemandReport {
+            model: "m".to_owned(),
+            demand: ModelDemand {
+                waiting: 3,
+                running: 9,
+                waiting_tokens: 700,
+            },
+            started: 1,
+        })),
         Item::ObserveBlockSize {
             backend,
             tokens: 32,

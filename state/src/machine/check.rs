@@ -36,6 +36,8 @@
 //!   within its bound.
 //! - **I172** The rows of usage and what was dropped by age add up to all usage charged. The order and
 //!   the digest follow from the rows, whose number is within its bound.
+//! - **I174** A model for which requests run or wait wants an engine. The demand and its number of
+//!   models stay within their bounds, are published, and belong to replicas with a session.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
 //! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
@@ -61,6 +63,7 @@ impl RouterState {
         self.ratios
             .check()
             .map_err(|detail| broken("I74", detail))?;
+        self.check_capacity()?;
         self.check_keys()?;
         self.trees
             .check()
@@ -72,6 +75,22 @@ impl RouterState {
             .check()
             .map_err(|detail| broken("I172", detail))?;
         self.check_published()
+    }
+
+    /// Checks I174.
+    fn check_capacity(&self) -> Result<(), InvariantError> {
+        let sound = self.capacity.check();
+        sound.map_err(|detail| broken("I174", detail))?;
+        let mut replicas = self.capacity.replicas();
+        if let Some(stray) = replicas.find(|it| !self.sessions.contains(*it)) {
+            let detail = format!("replica {stray} has demand but no session");
+            return Err(broken("I174", detail));
+        }
+        ensure(
+            **self.view.capacity() == self.capacity.view(),
+            "I174",
+            "the published demand differs",
+        )
     }
 
     /// Checks I100, for the table of keys and the published keys.

@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream, 11 define source | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream, 11 define source, 12 demand | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
 //! any other value, so that a later version can give them a meaning.
@@ -58,6 +58,7 @@ mod rare {
     pub(super) const END_SESSION: u8 = 9;
     pub(super) const CHARGE_STREAM: u8 = 10;
     pub(super) const DEFINE_SOURCE: u8 = 11;
+    pub(super) const DEMAND: u8 = 12;
 }
 
 const KIND_BITS: u32 = 3;
@@ -139,6 +140,9 @@ impl Encode for Item {
             Self::ChargeStream(charge) => put_stream_charge(encoder, charge),
             Self::DefineSource(it) => {
                 put_rare(encoder, rare::DEFINE_SOURCE).and_then(|()| it.encode(encoder))
+            }
+            Self::ObserveDemand(it) => {
+                put_rare(encoder, rare::DEMAND).and_then(|()| it.encode(encoder))
             }
         }
     }
@@ -265,6 +269,7 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             Ok(Item::ChargeStream(Box::new(charge)))
         }
         rare::DEFINE_SOURCE => Decode::decode(decoder).map(Item::DefineSource),
+        rare::DEMAND => Decode::decode(decoder).map(Item::ObserveDemand),
         _ => Err(no_item(tag)),
     }
 }

@@ -7,6 +7,7 @@ use super::*;
 use crate::backends::BackendRole;
 use crate::budgets::Budget;
 use crate::caches::CacheScope;
+use crate::capacity::{DemandReport, ModelDemand};
 use crate::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Founding, Item, Lane, LeaseOutcome,
     Origin, Rejection, UserDefaults, UserSettings,
@@ -255,6 +256,15 @@ fn items() -> Vec<Item> {
             bytes: 9000,
             tokens: 2000,
         }),
+        Item::ObserveDemand(Box::new(DemandReport {
+            model: "m".to_owned(),
+            demand: ModelDemand {
+                waiting: 3,
+                running: 300,
+                waiting_tokens: 70_000,
+            },
+            started: 9,
+        })),
         Item::ObserveBlockSize {
             backend: backend(1, 2),
             tokens: 256,
@@ -370,6 +380,7 @@ fn items_encode_to_golden_bytes() {
         040000000000000000
         0501010101016d0164000101
         1fcdab000000000000a846d00f
+        67016d03fb2c01fc7011010009
         2701028002
         2f0302280301ac02
         37edfe000000000000010df0000000000000efbe000000000000cdab0000000000000302
