@@ -228,6 +228,7 @@ fn cluster_with(
         peer: any,
         metrics: None,
         picker: Some(any),
+        scaler: None,
         advertise: None,
     };
     let sockets: Vec<_> = (0..count)

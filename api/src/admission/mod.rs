@@ -21,6 +21,8 @@
 //! runs none, and then a batch from one bin of predicted output length at once.
 
 pub mod backlog;
+mod demand;
+mod hold;
 mod metrics;
 mod model_queue;
 mod preview;
@@ -43,6 +45,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub use hold::HoldAtZero;
 pub use metrics::AdmissionMetrics;
 pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
 pub use preview::{AdmissionPreview, LimitPreview};
@@ -55,6 +58,7 @@ use crate::routing::{
     Attempt, Decider, Decision, Dispatcher, LoadReportError, LoadTable, PeerPlace, Permits,
     PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
+use demand::DemandMeter;
 use metrics::LeaveReason;
 use model_queue::{ModelQueue, users_of};
 use waiter::{QueueTicket, UserWaitGuard, Waiter};
@@ -85,6 +89,9 @@ pub struct Admission {
     /// Maximum wait in overload, in milliseconds.
     target_ms: u64,
     metrics: AdmissionMetrics,
+    /// For how long requests for models without engines wait.
+    holds: HoldAtZero,
+    demand: DemandMeter,
     /// Clock by which the users' rate limits are checked.
     log_time: LogTime,
     /// Wall clock by which the users' budgets are checked.
@@ -153,6 +160,8 @@ impl Admission {
             epoch: Instant::now(),
             target_ms: CODEL_TARGET_MS,
             metrics: AdmissionMetrics::default(),
+            holds: HoldAtZero::default(),
+            demand: DemandMeter::default(),
             log_time: LogTime::default(),
             clock: router.clock().clone(),
         }
@@ -204,6 +213,7 @@ impl Admission {
                 }
                 Err(PlaceRejection::AtPeer(place)) => sought = Some(place),
                 Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {}
+                Err(PlaceRejection::Refused(why)) if self.is_held(&ask, which, why) => {}
                 Err(PlaceRejection::Refused(why)) => {
                     return Err(AdmissionRejection::NoBackend(why));
                 }
@@ -223,6 +233,7 @@ impl Admission {
         now: Instant,
     ) -> Admitted {
         let ask = candidate.ask(&[]);
+        self.demand.started(ask.model);
         let terms = candidate.terms();
         let decision = placed.decision.clone();
         let mut attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
@@ -261,12 +272,16 @@ impl Admission {
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(excluded);
+        let hold_ms = (which == AdmissionTry::First).then(|| self.hold_ms(ask.model));
+        let hold_ms = hold_ms.flatten();
         // Clients must not create queues for unknown models.
-        if !self.view.registry().is_served(ask.model) {
+        if hold_ms.is_none() && !self.view.registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
                 RoutingRejection::UnknownModel,
             ));
         }
+        // Those who come while an engine is started for others are waiting for it too.
+        let is_at_zero = hold_ms.is_some() && self.lack(ask.model).is_some();
         let model = self.model_key(ask.model);
         let (answer, turn) = oneshot::channel();
         let mut entry = Waiter {
@@ -275,6 +290,7 @@ impl Admission {
             since: now,
             wait: None,
             seeking: None,
+            hold_ms,
             answer,
         };
         if let Some(place) = sought {
@@ -282,7 +298,7 @@ impl Admission {
         }
         if which == AdmissionTry::First && sought.is_none() {
             let waiting = self.waiting(ticket, model, &**candidate, self.ms_of(now));
-            self.join(model, waiting, entry)?;
+            self.join(model, waiting, (entry, is_at_zero))?;
         } else {
             self.rejoin(model, ticket, entry)?;
         }
@@ -321,6 +337,7 @@ impl Admission {
             bin: outputs.bin_of(model, predicted.tokens),
             matched_blocks,
             due_ms: None,
+            hold_ms: None,
             is_selective: candidate.is_selective(),
         }
     }
@@ -329,7 +346,7 @@ impl Admission {
         &self,
         model: ModelKey,
         mut waiting: QueuedRequest,
-        mut entry: Waiter,
+        (mut entry, is_at_zero): (Waiter, bool),
     ) -> Result<(), AdmissionRejection> {
         let (rules, pricing) = self.rules();
         let now_ms = waiting.arrived_ms;
@@ -350,6 +367,10 @@ impl Admission {
             ModelQueue::new(entry.model(), rules, learnt)
         });
         waiting.due_ms = due_ms(&*entry.candidate, line.queue.service_ms(), now_ms);
+        entry.hold_ms = entry
+            .hold_ms
+            .filter(|_| is_at_zero || line.queue.holds_any());
+        waiting.hold_ms = entry.hold_ms;
         let counters = self.counters(pricing);
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {
@@ -361,6 +382,7 @@ impl Admission {
                     // Order matters: a woken reporter sends nothing while `is_contended` is false.
                     self.is_contended.store(true, Ordering::Release);
                     self.waiting_changed.notify_one();
+                    self.demand.begins();
                 }
                 Ok(())
             }

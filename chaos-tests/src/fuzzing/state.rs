@@ -9,6 +9,7 @@ use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::budgets::Budget;
 use state::caches::CacheScope;
+use state::capacity::{DemandReport, ModelDemand};
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
 use state::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
@@ -21,7 +22,6 @@ use state::ids::{
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
-use state::capacity::{DemandReport, ModelDemand};
 use state::ratios::TextSample;
 use state::reader_assignment::Assignment;
 use state::service::BeliefSample;
