@@ -8,12 +8,14 @@
 //! never. Only the first request of a model that has no engine is reported at once.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use state::capacity::{DEMAND_REQUESTS_MAX, DEMAND_TOKENS_MAX, DemandReport, ModelDemand};
+use state::capacity::{
+    DEMAND_MODELS_MAX, DEMAND_REQUESTS_MAX, DEMAND_TOKENS_MAX, DemandReport, ModelDemand,
+};
 use state::command::Item;
 use state::ids::ReplicaId;
 use tokio::sync::Notify;
@@ -37,21 +39,35 @@ struct StartCount {
     is_running: AtomicBool,
 }
 
+impl StartCount {
+    fn add(&self) {
+        self.since_report.fetch_add(1, Ordering::AcqRel);
+        self.is_running.store(true, Ordering::Release);
+    }
+}
+
 /// What the reports of demand are made from, besides the queues.
 #[derive(Default)]
 pub(super) struct DemandMeter {
     /// Counts of the models that the config or a backend names.
     starts: ArcSwap<BTreeMap<String, Arc<StartCount>>>,
+    /// Other models for which requests were sent since the models were last compared: an engine may
+    /// have registered in between. At most [`DEMAND_MODELS_MAX`].
+    unknown: Mutex<BTreeSet<String>>,
     /// Signal that the first request of a model waits.
     begins: Notify,
 }
 
 impl DemandMeter {
-    /// Counts a request that goes to an engine. Requests for models that are not known are not counted.
+    /// Counts a request that goes to an engine.
     pub(super) fn started(&self, model: &str) {
         if let Some(count) = self.starts.load().get(model) {
-            count.since_report.fetch_add(1, Ordering::AcqRel);
-            count.is_running.store(true, Ordering::Release);
+            count.add();
+            return;
+        }
+        let mut unknown = self.unknown.lock().unwrap_or_else(PoisonError::into_inner);
+        if unknown.len() < DEMAND_MODELS_MAX && !unknown.contains(model) {
+            unknown.insert(model.to_owned());
         }
     }
 
@@ -62,6 +78,8 @@ impl DemandMeter {
 
     /// Counts requests for these models from now on, and returns the counts.
     fn follow(&self, models: &BTreeSet<&str>) -> Arc<BTreeMap<String, Arc<StartCount>>> {
+        let unknown = self.unknown.lock().map(|mut it| std::mem::take(&mut *it));
+        let unknown = unknown.unwrap_or_default();
         let known = self.starts.load_full();
         if known.keys().map(String::as_str).eq(models.iter().copied()) {
             return known;
@@ -70,7 +88,10 @@ impl DemandMeter {
         let counts = models
             .iter()
             .map(|model| ((*model).to_owned(), count(model)));
-        let counts = Arc::new(counts.collect());
+        let counts: BTreeMap<_, Arc<StartCount>> = counts.collect();
+        let counts = Arc::new(counts);
+        let begun = unknown.iter().filter_map(|model| counts.get(model));
+        begun.for_each(|count| count.add());
         self.starts.store(Arc::clone(&counts));
         counts
     }
