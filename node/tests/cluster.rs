@@ -200,6 +200,7 @@ impl Replica {
             peer,
             metrics: at.metrics,
             picker: at.picker,
+            scaler: at.scaler,
             advertise: config.listen.advertise.clone(),
         };
         Self::run(config, BoundSockets::bind(&listen).unwrap())

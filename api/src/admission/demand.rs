@@ -78,21 +78,20 @@ impl DemandMeter {
 
     /// Counts requests for these models from now on, and returns the counts.
     fn follow(&self, models: &BTreeSet<&str>) -> Arc<BTreeMap<String, Arc<StartCount>>> {
-        let unknown = self.unknown.lock().map(|mut it| std::mem::take(&mut *it));
-        let unknown = unknown.unwrap_or_default();
-        let known = self.starts.load_full();
-        if known.keys().map(String::as_str).eq(models.iter().copied()) {
-            return known;
+        let mut counts = self.starts.load_full();
+        if !counts.keys().map(String::as_str).eq(models.iter().copied()) {
+            let count = |model: &str| counts.get(model).map(Arc::clone).unwrap_or_default();
+            let named = models
+                .iter()
+                .map(|model| ((*model).to_owned(), count(model)));
+            counts = Arc::new(named.collect());
+            self.starts.store(Arc::clone(&counts));
         }
-        let count = |model: &&str| known.get(*model).map(Arc::clone).unwrap_or_default();
-        let counts = models
-            .iter()
-            .map(|model| ((*model).to_owned(), count(model)));
-        let counts: BTreeMap<_, Arc<StartCount>> = counts.collect();
-        let counts = Arc::new(counts);
-        let begun = unknown.iter().filter_map(|model| counts.get(model));
+        // A request that still looked at the former models is counted by the next call.
+        let mut unknown = self.unknown.lock().unwrap_or_else(PoisonError::into_inner);
+        let begun = std::mem::take(&mut *unknown);
+        let begun = begun.iter().filter_map(|model| counts.get(model));
         begun.for_each(|count| count.add());
-        self.starts.store(Arc::clone(&counts));
         counts
     }
 }

@@ -29,6 +29,7 @@ mod preview;
 mod quota;
 mod serve;
 mod static_batch;
+mod summaries;
 mod waiter;
 mod wanted_places;
 
@@ -39,7 +40,7 @@ use std::time::Duration;
 
 use state::StateView;
 use state::admission::{CODEL_TARGET_MS, Gate, Overload, QueueRejection, QueuedRequest};
-use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
+use state::ids::{ModelKey, ReplicaId, Slot, Ticket};
 use state::prefix::model_key;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -53,14 +54,13 @@ pub(crate) use quota::LimitsLeft;
 pub use waiter::{AdmissionRejection, AdmissionRequest, AdmissionTry, Admitted, DecisionTimes};
 
 use crate::base::clock::{Clock, LogTime};
-use crate::cluster::figures::LongestWait;
 use crate::routing::{
     Attempt, Decider, Decision, Dispatcher, LoadReportError, LoadTable, PeerPlace, Permits,
     PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
 use demand::DemandMeter;
 use metrics::LeaveReason;
-use model_queue::{ModelQueue, users_of};
+use model_queue::ModelQueue;
 use waiter::{QueueTicket, UserWaitGuard, Waiter};
 
 /// Interval at which queues are served while something waits and no signal arrives.
@@ -537,68 +537,6 @@ impl Admission {
     /// Waits until the first request of a model begins to wait or the last one is gone.
     pub async fn waiting_changed(&self) {
         self.waiting_changed.notified().await;
-    }
-
-    /// Returns summaries of the queues at this replica, by model.
-    #[must_use]
-    pub fn queues(&self) -> Vec<ModelQueueView> {
-        let queues = self.lock();
-        queues.by_model.values().map(ModelQueue::view).collect()
-    }
-
-    /// Returns at most `limit` users with requests that wait here, the longest wait first.
-    #[must_use]
-    pub fn waiting_users(&self, limit: usize) -> Vec<WaitingUser> {
-        let now = Instant::now();
-        let queues = self.lock();
-        let mut users: BTreeMap<&str, WaitingUser> = BTreeMap::new();
-        for line in queues.by_model.values() {
-            for entry in line.entries.values() {
-                let name = entry.ask().user.as_str();
-                let user = users.entry(name).or_insert_with(|| WaitingUser {
-                    user: name.to_owned(),
-                    ..WaitingUser::default()
-                });
-                user.add(line.model(), now.duration_since(entry.since));
-            }
-        }
-        let mut users: Vec<WaitingUser> = users.into_values().collect();
-        users.sort_by_key(|user| std::cmp::Reverse(user.waited));
-        users.truncate(limit);
-        users
-    }
-
-    /// Returns a summary of all requests that wait here, over all models.
-    #[must_use]
-    pub fn all_waiting(&self) -> WaitingSummary {
-        if !self.is_contended.load(Ordering::Acquire) {
-            return WaitingSummary::default();
-        }
-        let hash_seed = self.view.registry().hash_seed;
-        let queues = self.lock();
-        let entries = || {
-            queues
-                .by_model
-                .values()
-                .flat_map(|line| line.entries.values())
-        };
-        let oldest = entries().min_by_key(|entry| entry.since);
-        WaitingSummary {
-            requests: entries().count(),
-            users: users_of(entries()),
-            longest: oldest.map(|entry| LongestWait {
-                user: entry.ask().user.key(hash_seed),
-                waited_ms: u64::try_from(entry.since.elapsed().as_millis()).unwrap_or(u64::MAX),
-            }),
-        }
-    }
-
-    /// Returns the number of requests of `user` that wait here for their turn, over all models.
-    #[must_use]
-    pub fn waiting_of(&self, user: UserKey) -> usize {
-        let queues = self.lock();
-        let waiting = queues.by_model.values().map(|line| line.queue.len_of(user));
-        waiting.sum()
     }
 
     /// Dispatches an admitted request to another backend, even beyond its limit. A gateway sent the

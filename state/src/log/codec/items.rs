@@ -138,12 +138,8 @@ impl Encode for Item {
                 put_session(encoder, *session)
             }
             Self::ChargeStream(charge) => put_stream_charge(encoder, charge),
-            Self::DefineSource(it) => {
-                put_rare(encoder, rare::DEFINE_SOURCE).and_then(|()| it.encode(encoder))
-            }
-            Self::ObserveDemand(it) => {
-                put_rare(encoder, rare::DEMAND).and_then(|()| it.encode(encoder))
-            }
+            Self::DefineSource(it) => put_rare_value(encoder, rare::DEFINE_SOURCE, it),
+            Self::ObserveDemand(it) => put_rare_value(encoder, rare::DEMAND, it),
         }
     }
 }
@@ -221,6 +217,16 @@ fn no_item(tag: u8) -> DecodeError {
 
 fn put_rare<E: Encoder>(encoder: &mut E, kind: u8) -> Result<(), EncodeError> {
     put_byte(encoder, RARE | (kind << KIND_BITS))
+}
+
+/// Encodes a rare item by the encoding of its value.
+fn put_rare_value<E: Encoder>(
+    encoder: &mut E,
+    kind: u8,
+    value: &impl Encode,
+) -> Result<(), EncodeError> {
+    put_rare(encoder, kind)?;
+    value.encode(encoder)
 }
 
 fn put_belief<E: Encoder>(encoder: &mut E, sample: &BeliefSample) -> Result<(), EncodeError> {

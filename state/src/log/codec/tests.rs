@@ -7,7 +7,6 @@ use super::*;
 use crate::backends::BackendRole;
 use crate::budgets::Budget;
 use crate::caches::CacheScope;
-use crate::capacity::{DemandReport, ModelDemand};
 use crate::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Founding, Item, Lane, LeaseOutcome,
     Origin, Rejection, UserDefaults, UserSettings,
@@ -256,15 +255,7 @@ fn items() -> Vec<Item> {
             bytes: 9000,
             tokens: 2000,
         }),
-        Item::ObserveDemand(Box::new(DemandReport {
-            model: "m".to_owned(),
-            demand: ModelDemand {
-                waiting: 3,
-                running: 300,
-                waiting_tokens: 70_000,
-            },
-            started: 9,
-        })),
+        value_tests::demand(),
         Item::ObserveBlockSize {
             backend: backend(1, 2),
             tokens: 256,
