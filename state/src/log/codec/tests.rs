@@ -203,7 +203,6 @@ fn items() -> Vec<Item> {
     let charge = Charge {
         user: UserKey(0xfeed),
         input_uncached: 300,
-        input_cached: 0,
         output: 70,
         started: 1,
         ended: 2,
