@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use state::Registry;
+use state::{Backend, Registry};
 
 use super::{Admission, AdmissionTry};
 use crate::routing::{RoutingRejection, RoutingRequest};
@@ -93,7 +93,7 @@ impl Admission {
 
     /// Returns the models that the config or a backend of `registry` names.
     pub(super) fn known_models<'a>(&'a self, registry: &'a Registry) -> BTreeSet<&'a str> {
-        let named = registry.backends.iter().flat_map(|it| it.named_models());
+        let named = registry.backends.iter().flat_map(Backend::named_models);
         named.chain(self.holds.names()).collect()
     }
 }

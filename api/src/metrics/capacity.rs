@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
+use state::Backend;
+
 use super::{MetricsPage, ScrapedReplica};
 
 impl ScrapedReplica {
@@ -10,7 +12,7 @@ impl ScrapedReplica {
     /// from the replicated state, so they are equal at every replica with the same applied index.
     pub(super) fn capacity(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let (registry, capacity) = (self.view.registry(), self.view.capacity());
-        let named = registry.backends.iter().flat_map(|it| it.named_models());
+        let named = registry.backends.iter().flat_map(Backend::named_models);
         let models: BTreeSet<&str> = named
             .chain(capacity.iter().map(|(model, _)| model))
             .collect();
