@@ -19,6 +19,7 @@ pub mod prompt;
 pub mod proxy;
 pub mod readiness;
 pub mod routing;
+pub mod scaler;
 pub mod sessions;
 pub mod settings;
 mod sync;

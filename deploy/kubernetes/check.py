@@ -237,6 +237,8 @@ def extended():
     (scraped,) = rendered["ServiceMonitor", "quorate"]["spec"]["endpoints"]
     ports = {one["name"]: one["port"] for one in rendered["Service", "quorate-peers"]["spec"]["ports"]}
     assert scraped["port"] == "metrics" and ports["metrics"] == values["listen"]["metrics"]
+    served = {port["name"]: port["port"] for port in rendered["Service", "quorate"]["spec"]["ports"]}
+    assert served["scaler"] == ports["scaler"] == values["listen"]["scaler"]
     assert {"name": "QUORATE_LISTEN__METRICS", "value": "0.0.0.0:9090"} in container["env"]
     (subject,) = rendered["RoleBinding", "quorate"]["subjects"]
     assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)

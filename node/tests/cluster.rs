@@ -200,6 +200,7 @@ impl Replica {
             peer,
             metrics: at.metrics,
             picker: at.picker,
+            scaler: at.scaler,
             advertise: config.listen.advertise.clone(),
         };
         Self::run(config, BoundSockets::bind(&listen).unwrap())
@@ -228,6 +229,7 @@ fn cluster_with(
         peer: any,
         metrics: None,
         picker: Some(any),
+        scaler: None,
         advertise: None,
     };
     let sockets: Vec<_> = (0..count)

@@ -35,7 +35,11 @@ const STATE_MAY_USE: &[&str] = &[
 ];
 
 /// Generated files. Tests compare them with the definitions that they are generated from.
-const GENERATED: [&str; 2] = ["raft/proto/peer.rs", "api/proto/ext_proc.rs"];
+const GENERATED: [&str; 3] = [
+    "raft/proto/peer.rs",
+    "api/proto/ext_proc.rs",
+    "api/proto/externalscaler.rs",
+];
 
 /// Our own crates: name, folder, and the other own crates that each may use. Only `node` may use
 /// all.

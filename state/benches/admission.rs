@@ -70,6 +70,7 @@ fn waiting(ticket: u64, users: u64) -> QueuedRequest {
         bin: 0,
         matched_blocks: (mix(ticket) % 64) as u32,
         due_ms: None,
+        hold_ms: None,
         is_selective: false,
     }
 }

@@ -10,6 +10,7 @@ mod backends;
 mod bounds;
 pub mod budgets;
 pub mod caches;
+pub mod capacity;
 mod charge;
 mod concurrency;
 mod cow;

@@ -6,6 +6,7 @@
 )]
 
 mod admission;
+mod capacity;
 #[path = "common/commands.rs"]
 mod commands;
 mod common;

@@ -225,6 +225,7 @@ fn full_sample() -> RouterState {
         },
         common::batch(vec![begin_session(0, 0)]),
         common::batch(source_and_stream()),
+        common::batch(vec![common::demand("m", 3, 40)]),
         // More sessions than one command ends.
         common::batch((1..260).map(|key| begin_session(key, 1)).collect()),
         Command::EndTree {
@@ -288,7 +289,7 @@ fn tags(snapshot: &[u8]) -> BTreeSet<u8> {
 
 #[test]
 fn the_sample_has_every_section() {
-    const LAST: u8 = 28;
+    const LAST: u8 = 29;
     assert_eq!(tags(&snapshot(&full_sample())), (1..=LAST).collect());
 }
 

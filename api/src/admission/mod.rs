@@ -21,12 +21,15 @@
 //! runs none, and then a batch from one bin of predicted output length at once.
 
 pub mod backlog;
+mod demand;
+mod hold;
 mod metrics;
 mod model_queue;
 mod preview;
 mod quota;
 mod serve;
 mod static_batch;
+mod summaries;
 mod waiter;
 mod wanted_places;
 
@@ -37,12 +40,13 @@ use std::time::Duration;
 
 use state::StateView;
 use state::admission::{CODEL_TARGET_MS, Gate, Overload, QueueRejection, QueuedRequest};
-use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
+use state::ids::{ModelKey, ReplicaId, Slot, Ticket};
 use state::prefix::model_key;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub use hold::HoldAtZero;
 pub use metrics::AdmissionMetrics;
 pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
 pub use preview::{AdmissionPreview, LimitPreview};
@@ -50,13 +54,13 @@ pub(crate) use quota::LimitsLeft;
 pub use waiter::{AdmissionRejection, AdmissionRequest, AdmissionTry, Admitted, DecisionTimes};
 
 use crate::base::clock::{Clock, LogTime};
-use crate::cluster::figures::LongestWait;
 use crate::routing::{
     Attempt, Decider, Decision, Dispatcher, LoadReportError, LoadTable, PeerPlace, Permits,
     PlaceRejection, PlacedRequest, Router, RoutingRejection, Shares, WantedPlaces,
 };
+use demand::DemandMeter;
 use metrics::LeaveReason;
-use model_queue::{ModelQueue, users_of};
+use model_queue::ModelQueue;
 use waiter::{QueueTicket, UserWaitGuard, Waiter};
 
 /// Interval at which queues are served while something waits and no signal arrives.
@@ -85,6 +89,9 @@ pub struct Admission {
     /// Maximum wait in overload, in milliseconds.
     target_ms: u64,
     metrics: AdmissionMetrics,
+    /// For how long requests for models without engines wait.
+    holds: HoldAtZero,
+    demand: DemandMeter,
     /// Clock by which the users' rate limits are checked.
     log_time: LogTime,
     /// Wall clock by which the users' budgets are checked.
@@ -153,6 +160,8 @@ impl Admission {
             epoch: Instant::now(),
             target_ms: CODEL_TARGET_MS,
             metrics: AdmissionMetrics::default(),
+            holds: HoldAtZero::default(),
+            demand: DemandMeter::default(),
             log_time: LogTime::default(),
             clock: router.clock().clone(),
         }
@@ -204,6 +213,7 @@ impl Admission {
                 }
                 Err(PlaceRejection::AtPeer(place)) => sought = Some(place),
                 Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {}
+                Err(PlaceRejection::Refused(why)) if self.is_held(&ask, which, why) => {}
                 Err(PlaceRejection::Refused(why)) => {
                     return Err(AdmissionRejection::NoBackend(why));
                 }
@@ -223,6 +233,7 @@ impl Admission {
         now: Instant,
     ) -> Admitted {
         let ask = candidate.ask(&[]);
+        self.demand.started(ask.model);
         let terms = candidate.terms();
         let decision = placed.decision.clone();
         let mut attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
@@ -261,12 +272,16 @@ impl Admission {
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(excluded);
+        let hold_ms = (which == AdmissionTry::First).then(|| self.hold_ms(ask.model));
+        let hold_ms = hold_ms.flatten();
         // Clients must not create queues for unknown models.
-        if !self.view.registry().is_served(ask.model) {
+        if hold_ms.is_none() && !self.view.registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
                 RoutingRejection::UnknownModel,
             ));
         }
+        // Those who come while an engine is started for others are waiting for it too.
+        let is_at_zero = hold_ms.is_some() && self.lack(ask.model).is_some();
         let model = self.model_key(ask.model);
         let (answer, turn) = oneshot::channel();
         let mut entry = Waiter {
@@ -275,6 +290,7 @@ impl Admission {
             since: now,
             wait: None,
             seeking: None,
+            hold_ms,
             answer,
         };
         if let Some(place) = sought {
@@ -282,7 +298,7 @@ impl Admission {
         }
         if which == AdmissionTry::First && sought.is_none() {
             let waiting = self.waiting(ticket, model, &**candidate, self.ms_of(now));
-            self.join(model, waiting, entry)?;
+            self.join(model, waiting, (entry, is_at_zero))?;
         } else {
             self.rejoin(model, ticket, entry)?;
         }
@@ -321,6 +337,7 @@ impl Admission {
             bin: outputs.bin_of(model, predicted.tokens),
             matched_blocks,
             due_ms: None,
+            hold_ms: None,
             is_selective: candidate.is_selective(),
         }
     }
@@ -329,7 +346,7 @@ impl Admission {
         &self,
         model: ModelKey,
         mut waiting: QueuedRequest,
-        mut entry: Waiter,
+        (mut entry, is_at_zero): (Waiter, bool),
     ) -> Result<(), AdmissionRejection> {
         let (rules, pricing) = self.rules();
         let now_ms = waiting.arrived_ms;
@@ -350,6 +367,10 @@ impl Admission {
             ModelQueue::new(entry.model(), rules, learnt)
         });
         waiting.due_ms = due_ms(&*entry.candidate, line.queue.service_ms(), now_ms);
+        entry.hold_ms = entry
+            .hold_ms
+            .filter(|_| is_at_zero || line.queue.holds_any());
+        waiting.hold_ms = entry.hold_ms;
         let counters = self.counters(pricing);
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {
@@ -361,6 +382,7 @@ impl Admission {
                     // Order matters: a woken reporter sends nothing while `is_contended` is false.
                     self.is_contended.store(true, Ordering::Release);
                     self.waiting_changed.notify_one();
+                    self.demand.begins();
                 }
                 Ok(())
             }
@@ -515,68 +537,6 @@ impl Admission {
     /// Waits until the first request of a model begins to wait or the last one is gone.
     pub async fn waiting_changed(&self) {
         self.waiting_changed.notified().await;
-    }
-
-    /// Returns summaries of the queues at this replica, by model.
-    #[must_use]
-    pub fn queues(&self) -> Vec<ModelQueueView> {
-        let queues = self.lock();
-        queues.by_model.values().map(ModelQueue::view).collect()
-    }
-
-    /// Returns at most `limit` users with requests that wait here, the longest wait first.
-    #[must_use]
-    pub fn waiting_users(&self, limit: usize) -> Vec<WaitingUser> {
-        let now = Instant::now();
-        let queues = self.lock();
-        let mut users: BTreeMap<&str, WaitingUser> = BTreeMap::new();
-        for line in queues.by_model.values() {
-            for entry in line.entries.values() {
-                let name = entry.ask().user.as_str();
-                let user = users.entry(name).or_insert_with(|| WaitingUser {
-                    user: name.to_owned(),
-                    ..WaitingUser::default()
-                });
-                user.add(line.model(), now.duration_since(entry.since));
-            }
-        }
-        let mut users: Vec<WaitingUser> = users.into_values().collect();
-        users.sort_by_key(|user| std::cmp::Reverse(user.waited));
-        users.truncate(limit);
-        users
-    }
-
-    /// Returns a summary of all requests that wait here, over all models.
-    #[must_use]
-    pub fn all_waiting(&self) -> WaitingSummary {
-        if !self.is_contended.load(Ordering::Acquire) {
-            return WaitingSummary::default();
-        }
-        let hash_seed = self.view.registry().hash_seed;
-        let queues = self.lock();
-        let entries = || {
-            queues
-                .by_model
-                .values()
-                .flat_map(|line| line.entries.values())
-        };
-        let oldest = entries().min_by_key(|entry| entry.since);
-        WaitingSummary {
-            requests: entries().count(),
-            users: users_of(entries()),
-            longest: oldest.map(|entry| LongestWait {
-                user: entry.ask().user.key(hash_seed),
-                waited_ms: u64::try_from(entry.since.elapsed().as_millis()).unwrap_or(u64::MAX),
-            }),
-        }
-    }
-
-    /// Returns the number of requests of `user` that wait here for their turn, over all models.
-    #[must_use]
-    pub fn waiting_of(&self, user: UserKey) -> usize {
-        let queues = self.lock();
-        let waiting = queues.by_model.values().map(|line| line.queue.len_of(user));
-        waiting.sum()
     }
 
     /// Dispatches an admitted request to another backend, even beyond its limit. A gateway sent the

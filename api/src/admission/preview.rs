@@ -9,7 +9,7 @@ use state::ids::Ticket;
 use state::quotas::LimitKind;
 use tokio::time::Instant;
 
-use super::{Admission, AdmissionRejection, AdmissionRequest, due_ms};
+use super::{Admission, AdmissionRejection, AdmissionRequest, AdmissionTry, due_ms};
 use crate::routing::{Explanation, FilterVerdict, RoutingRejection};
 
 /// What admission would do with a request that arrives now. Queues and gates are those of the
@@ -70,8 +70,10 @@ impl Admission {
         limits.extend(self.tree_preview(user, ask.session));
         let (prospect, waiting) = self.prospect(candidate, now);
         let routed = explained.no_choice;
-        let is_full =
-            routed == Some(RoutingRejection::AtLimit) || self.is_between_batches(explained, now);
+        let routed = routed.filter(|why| !self.is_held(&ask, AdmissionTry::First, *why));
+        let is_full = explained.no_choice.is_some() && routed.is_none()
+            || routed == Some(RoutingRejection::AtLimit)
+            || self.is_between_batches(explained, now);
         let rejection = match (over, routed) {
             (Some(over), _) => Some(AdmissionRejection::OverLimit(over)),
             (None, Some(why)) if why != RoutingRejection::AtLimit => {
@@ -115,6 +117,9 @@ impl Admission {
             }
         };
         waiting.due_ms = due_ms(candidate, queue.service_ms(), now_ms);
+        let hold_ms = self.hold_ms(candidate.ask(&[]).model);
+        let lacks = || self.lack(candidate.ask(&[]).model).is_some();
+        waiting.hold_ms = hold_ms.filter(|_| queue.holds_any() || lacks());
         let mut prospect = queue.prospect(&waiting, now_ms, &counters, gate);
         // Those who have had their turn go first.
         prospect.ahead += again as u64;

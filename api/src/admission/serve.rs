@@ -264,14 +264,17 @@ impl Admission {
                 ExpiryReason::Overload => LeaveReason::Overload,
             };
             if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                self.refuse(entry, too_long, left);
+                self.refuse_overdue(entry, (too_long, left));
             }
         }
-        let wait_max = Duration::from_millis(look.rules.wait_ms_max);
+        let wait_max = |entry: &Waiter| {
+            let hold_ms = entry.hold_ms.unwrap_or_default();
+            Duration::from_millis(hold_ms.max(look.rules.wait_ms_max))
+        };
         let is_over = |line: &ModelQueue, ticket: &Ticket| {
             let entry = line.entries.get(ticket);
             let waited = |entry: &Waiter| look.now.saturating_duration_since(entry.since);
-            entry.is_none_or(|entry| waited(entry) >= wait_max)
+            entry.is_none_or(|entry| waited(entry) >= wait_max(entry))
         };
         while line
             .again
@@ -282,6 +285,16 @@ impl Admission {
             if let Some(entry) = ticket.and_then(|ticket| line.entries.remove(&ticket)) {
                 self.refuse(entry, too_long, LeaveReason::WaitedTooLong);
             }
+        }
+    }
+
+    /// Refuses a request that has waited for as long as it may: for lack of an engine, if it waits for
+    /// one.
+    fn refuse_overdue(&self, entry: Waiter, (too_long, left): (AdmissionRejection, LeaveReason)) {
+        let lacking = entry.hold_ms.and_then(|_| self.lack(entry.ask().model));
+        match lacking.map(AdmissionRejection::NoBackend) {
+            Some(why) => self.refuse(entry, why, LeaveReason::NoBackend),
+            None => self.refuse(entry, too_long, left),
         }
     }
 
@@ -300,7 +313,7 @@ impl Admission {
                 Err(PlaceRejection::AtPeer(place)) => {
                     line.seek((ticket, entry), place, &self.load, look.now);
                 }
-                Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {
+                Err(PlaceRejection::Refused(why)) if entry.outwaits(why) => {
                     entry.seeking = entry.seeking.filter(|it| it.until <= look.now);
                     line.again.push_back(ticket);
                     line.entries.insert(ticket, entry);
@@ -363,7 +376,7 @@ impl Admission {
             let entry = entries.get(&waiting.ticket);
             let entry = entry.expect("who stands in the queue has an entry");
             match self.ask((entry, entries.len()), look) {
-                Err(PlaceRejection::Refused(RoutingRejection::AtLimit)) => {
+                Err(PlaceRejection::Refused(why)) if entry.outwaits(why) => {
                     if entry.is_selective() {
                         DispatchVerdict::Skip
                     } else {

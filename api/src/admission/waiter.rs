@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Admission;
+use super::hold::is_at_zero;
 use crate::routing::{
     Attempt, AttemptEnd, Decision, DispatchTerms, Dispatcher, EarlierCharge, LoadTable, PeerPlace,
     PermitCell, Room, RoutingRejection, RoutingRequest, SeekGuard, UserName,
@@ -178,6 +179,9 @@ pub(super) struct Waiter {
     pub(super) wait: Option<UserWaitGuard>,
     /// The place at a peer for which the request waits; `None` if it waits for any.
     pub(super) seeking: Option<Seeking>,
+    /// Maximum wait of a request that waits for the first engine of its model, in milliseconds; `None`
+    /// if it waits like others.
+    pub(super) hold_ms: Option<u64>,
     pub(super) answer: oneshot::Sender<Result<Admitted, AdmissionRejection>>,
 }
 
@@ -217,6 +221,11 @@ impl Waiter {
             until: until.unwrap_or(now + place.patience),
             guard: Some(load.seek(place.backend)),
         });
+    }
+
+    /// Whether the request goes on waiting if it cannot go because of `why`.
+    pub(super) fn outwaits(&self, why: RoutingRejection) -> bool {
+        why == RoutingRejection::AtLimit || self.hold_ms.is_some() && is_at_zero(why)
     }
 
     pub(super) fn model(&self) -> Arc<str> {

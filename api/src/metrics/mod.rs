@@ -6,6 +6,7 @@
 //! scrapes. Labels come only from the config or the registry: never a user, key, prompt or block.
 
 mod backends;
+mod capacity;
 pub mod text;
 mod users;
 
@@ -125,7 +126,8 @@ impl Collector for ReplicaCollector {
         replica.raft(&mut page)?;
         replica.state(&mut page)?;
         replica.users(&mut page)?;
-        replica.backends(&mut page)
+        replica.backends(&mut page)?;
+        replica.capacity(&mut page)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use admin::Admin;
-use api::admission::Admission;
+use api::admission::{Admission, HoldAtZero};
 use api::base::clock::Clock;
 use api::cluster::events::EventBus;
 use api::engines::backends::{Backends, EngineDialer, EngineKeys, Health, Hooks, ProbeSettings};
@@ -195,7 +195,8 @@ impl Fleet {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let metrics = Arc::new(ProxyMetrics::default());
-        let admission = Arc::new(Admission::new(&router));
+        let admission = Admission::new(&router).hold_at_zero(HoldAtZero::new(held()));
+        let admission = Arc::new(admission);
         let serving = Arc::clone(&admission);
         tokio::spawn(async move { serving.run(CancellationToken::new()).await });
         let proxy = Arc::new(Proxy::new(
@@ -379,6 +380,20 @@ impl Archiving {
         self.stop.cancel();
         self.task.await.unwrap();
     }
+}
+
+/// Model whose requests wait for an engine for as long as a test needs.
+pub(crate) const HELD: &str = "held";
+/// Model whose requests wait for an engine for a moment.
+pub(crate) const HELD_BRIEFLY: &str = "held-briefly";
+
+/// Returns the models whose requests wait while no engine is up.
+fn held() -> Vec<(String, Option<Duration>)> {
+    let entry = |model: &str, time| (model.to_owned(), Some(time));
+    vec![
+        entry(HELD, PATIENT),
+        entry(HELD_BRIEFLY, Duration::from_millis(30)),
+    ]
 }
 
 /// Returns settings with blocks of 16 bytes.

@@ -9,6 +9,7 @@ use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::budgets::Budget;
 use state::caches::CacheScope;
+use state::capacity::{DemandReport, ModelDemand};
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
 use state::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
@@ -351,6 +352,15 @@ fn learnt(backend: BackendRef) -> Command {
             bytes: 9000,
             tokens: 2000,
         }),
+        Item::ObserveDemand(Box::new(DemandReport {
+            model: "m".to_owned(),
+            demand: ModelDemand {
+                waiting: 3,
+                running: 9,
+                waiting_tokens: 700,
+            },
+            started: 1,
+        })),
         Item::ObserveBlockSize {
             backend,
             tokens: 32,

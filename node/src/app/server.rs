@@ -18,6 +18,7 @@ use api::proxy::{
     DecisionLog, DrainResult, Proxy, ProxyMetrics, ProxySettings, RequestReader, Server,
 };
 use api::readiness::{Lifecycle, ReadinessCheck};
+use api::scaler::{self, Scaler, ScalerTls};
 use api::settings::SharedFileSettings;
 use api::traces::{SpanExport, Tracer, TracingMetrics, TracingSettings};
 use api::users::api_keys::{KeyRules, ListAge};
@@ -164,6 +165,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let shown = (metrics, discovery);
     let admin = admin(&core, reading, shown, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board), tls.engines.clone());
+    serve_scaler(&core, sockets.scaler, &admin, &tls);
     serve_operators(&core, (sockets.admin, sockets.metrics), admin, &tls);
     follow_files(&core, &config, &tls);
     tell_of_listeners(config.id, addresses);
@@ -200,6 +202,27 @@ fn serve_operators(
     }
     let stopping = core.stopping();
     core.spawn_task(admin::serve(listener, admin, tls.admin.clone(), stopping));
+}
+
+/// Serves KEDA, if there is a listener for it.
+fn serve_scaler(
+    core: &ReplicaCore,
+    listener: Option<TcpListener>,
+    admin: &Admin,
+    tls: &ReplicaCertificates,
+) {
+    let Some(listener) = listener else {
+        return;
+    };
+    let readiness = Arc::clone(&admin.readiness);
+    let scaler = Scaler {
+        view: Arc::clone(core.view()),
+        admission: Arc::clone(core.admission()),
+        has_caught_up: Arc::new(move || readiness.has_caught_up()),
+    };
+    let tls = tls.scaler.clone();
+    let tls = tls.map(|files| -> ScalerTls { Box::new(move || files.current()) });
+    core.spawn_task(scaler::serve(listener, scaler, tls, core.stopping()));
 }
 
 /// Logs warnings about the config and the environment.

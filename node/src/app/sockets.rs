@@ -25,6 +25,8 @@ pub struct BoundSockets {
     pub metrics: Option<TcpListener>,
     /// Listener for gateways that request endpoints; `None` if not configured.
     pub picker: Option<TcpListener>,
+    /// Listener for KEDA; `None` if not configured.
+    pub scaler: Option<TcpListener>,
 }
 
 /// Actual addresses of a replica, including ports that the system chose.
@@ -40,6 +42,8 @@ pub struct Addresses {
     pub metrics: Option<SocketAddr>,
     /// Address for gateways that request endpoints; `None` if not configured.
     pub picker: Option<SocketAddr>,
+    /// Address for KEDA; `None` if not configured.
+    pub scaler: Option<SocketAddr>,
 }
 
 impl BoundSockets {
@@ -54,6 +58,7 @@ impl BoundSockets {
             peer: bind("listen.peer", listen.peer)?,
             metrics: (listen.metrics.map(|at| bind("listen.metrics", at))).transpose()?,
             picker: (listen.picker.map(|at| bind("listen.picker", at))).transpose()?,
+            scaler: (listen.scaler.map(|at| bind("listen.scaler", at))).transpose()?,
         })
     }
 
@@ -68,6 +73,7 @@ impl BoundSockets {
             peer: self.peer.local_addr()?,
             metrics: address_of(self.metrics.as_ref())?,
             picker: address_of(self.picker.as_ref())?,
+            scaler: address_of(self.scaler.as_ref())?,
         })
     }
 }

@@ -16,6 +16,7 @@ pub(super) struct ReplicaCertificates {
     pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) admin: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) picker: Option<Arc<Certificates<ListenerFiles>>>,
+    pub(super) scaler: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) peer: Option<Arc<Certificates<PeerFiles>>>,
     pub(super) engines: EngineDialer,
     watch: CertificateWatch,
@@ -45,6 +46,7 @@ impl ReplicaCertificates {
             data: taken("tls.data", data, &mut watch)?,
             admin: taken("tls.admin", config.tls.admin.files(), &mut watch)?,
             picker: taken("tls.picker", config.tls.picker.files(), &mut watch)?,
+            scaler: taken("tls.admin", config.tls.admin.scaler_files(), &mut watch)?,
             peer: taken("tls.peer", peer, &mut watch)?,
             watch,
         })

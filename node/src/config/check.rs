@@ -96,7 +96,8 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
     ];
     let metrics = listen.metrics.map(|metrics| ("listen.metrics", metrics));
     let picker = listen.picker.map(|picker| ("listen.picker", picker));
-    let optional = metrics.into_iter().chain(picker);
+    let scaler = listen.scaler.map(|scaler| ("listen.scaler", scaler));
+    let optional = metrics.into_iter().chain(picker).chain(scaler);
     let listeners: Vec<_> = listeners.into_iter().chain(optional).collect();
     for (nth, &(path, mine)) in listeners.iter().enumerate() {
         for (other_path, other) in &listeners[..nth] {

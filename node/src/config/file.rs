@@ -148,6 +148,10 @@ pub struct ListenConfig {
     /// docs/guide/gateways.md.
     #[serde(with = "AsOption::<Address>")]
     pub picker: Option<SocketAddr>,
+    /// Listener for KEDA, which asks how many engines each model needs: an external scaler, over gRPC.
+    /// Uses TLS if `[tls.admin]` has a certificate. Default: none. See docs/guide/kubernetes.md.
+    #[serde(with = "AsOption::<Address>")]
+    pub scaler: Option<SocketAddr>,
     /// Host under which other replicas reach this one, without a port. Default: the address of
     /// `listen.peer`.
     #[schemars(extend("x-basic" = true))]
@@ -310,6 +314,10 @@ pub struct ModelConfig {
     /// not drained. Busy engines are waited for. Users who are not allowed the fallback do not get
     /// it. Each replica has its own setting.
     pub fallback: Option<String>,
+    /// Time for which requests wait while no engine of this model is up, because one is being started
+    /// for them. Default: they get an error at once. Each replica has its own setting.
+    #[serde(with = "AsOption::<Span>")]
+    pub hold_at_zero: Option<Duration>,
     /// Labels that a backend must have to serve this model.
     pub select: BTreeMap<String, String>,
     /// Whether prompts go through a backend with `role = "prefill"` first: `off`, `always`, or

@@ -181,6 +181,17 @@ impl AdminTlsConfig {
         })
     }
 
+    /// Returns the files of the scaler's listener; `None` if it has no TLS. What it tells, `/metrics`
+    /// tells everybody, so it asks for no certificates.
+    #[must_use]
+    pub fn scaler_files(&self) -> Option<ListenerFiles> {
+        Some(ListenerFiles {
+            clients: ClientCertificates::Ignored,
+            protocols: &[b"h2"],
+            ..self.files()?
+        })
+    }
+
     /// Whether what operators send can be read by nobody else, as far as the config tells.
     #[must_use]
     pub fn is_encrypted(&self) -> bool {

@@ -372,6 +372,7 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
         peer: at(2),
         metrics: None,
         picker: None,
+        scaler: None,
         advertise: None,
     };
     let sockets = BoundSockets::bind(&listen)?;
@@ -443,6 +444,7 @@ fn set_addresses(
         peer: addresses.peer,
         metrics: None,
         picker: None,
+        scaler: None,
         advertise: None,
     };
     config.formation = Formation::Peers {

@@ -396,6 +396,7 @@ async fn an_unformed_replica_is_live_but_not_serving() {
         peer: any,
         metrics: None,
         picker: Some(any),
+        scaler: None,
         advertise: None,
     };
     let bind = || BoundSockets::bind(&listen).unwrap();

@@ -230,6 +230,7 @@ fn sockets() -> BoundSockets {
         peer: any,
         metrics: None,
         picker: None,
+        scaler: None,
         advertise: None,
     };
     BoundSockets::bind(&listen).unwrap()

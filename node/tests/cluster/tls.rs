@@ -147,6 +147,7 @@ fn anywhere() -> ListenConfig {
         peer: any,
         metrics: None,
         picker: None,
+        scaler: None,
         advertise: None,
     }
 }

@@ -5,6 +5,7 @@
 
 use bincode::{Decode, Encode};
 
+use crate::capacity::DemandReport;
 use crate::discovery::Discovery;
 use crate::ids::{
     AgentSessionKey, ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId,
@@ -359,6 +360,8 @@ pub enum Item {
     ChargeStream(Box<StreamCharge>),
     /// Charges name requests of this API key and model by the hash of both. Repeats are harmless.
     DefineSource(UsageSource),
+    /// Demand of the replica for a model. Repeats are harmless: a report replaces the earlier one.
+    ObserveDemand(Box<DemandReport>),
 }
 
 /// Effect of an ended attempt on the engine's cache.

@@ -75,6 +75,7 @@ impl RouterState {
                 model,
                 tokens,
             } => self.observe_outputs(user, model, &tokens),
+            Item::ObserveDemand(report) => self.observe_demand(replica, &report),
             Item::ObserveText(sample) => self.observe_text(&sample),
             Item::ObserveBelief(sample) => self.observe_belief(&sample),
             Item::ObserveBlockSize { backend, tokens } => self.observe_block_size(backend, tokens),

@@ -38,6 +38,8 @@
 //!   the digest follow from the rows, whose number is within its bound.
 //! - **I173** A source of usage that has a name keeps it as long as a row has the source. The number of
 //!   names without rows is within its bound.
+//! - **I174** A model for which requests run or wait wants an engine. The demand and its number of
+//!   models stay within their bounds, are published, and belong to replicas with a session.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
 //! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
@@ -63,6 +65,7 @@ impl RouterState {
         self.ratios
             .check()
             .map_err(|detail| broken("I74", detail))?;
+        self.check_capacity()?;
         self.check_keys()?;
         self.trees
             .check()
@@ -77,6 +80,22 @@ impl RouterState {
             .check_sources()
             .map_err(|detail| broken("I173", detail))?;
         self.check_published()
+    }
+
+    /// Checks I174.
+    fn check_capacity(&self) -> Result<(), InvariantError> {
+        let sound = self.capacity.check();
+        sound.map_err(|detail| broken("I174", detail))?;
+        let mut replicas = self.capacity.replicas();
+        if let Some(stray) = replicas.find(|it| !self.sessions.contains(*it)) {
+            let detail = format!("replica {stray} has demand but no session");
+            return Err(broken("I174", detail));
+        }
+        ensure(
+            **self.view.capacity() == self.capacity.view(),
+            "I174",
+            "the published demand differs",
+        )
     }
 
     /// Checks I100, for the table of keys and the published keys.

@@ -38,6 +38,7 @@ impl RouterState {
     fn append_hot_digest(&self, bytes: &mut Vec<u8>) {
         let learned = (&self.service, &self.assumed, &self.beliefs, &self.ratios);
         encoding::append_bytes(&learned, bytes);
+        encoding::append_bytes(&self.capacity, bytes);
         encoding::append_bytes(&self.time, bytes);
         self.outputs.append_digest(bytes);
         self.exact.append_digest(bytes);

@@ -142,7 +142,7 @@ impl RouterState {
     }
 
     /// Returns the request limit of the backend in `slot`, and the figures that lead to it.
-    fn limits(&self, slot: Slot, settings: &LimitSettings) -> LimitFigures {
+    pub(super) fn limits(&self, slot: Slot, settings: &LimitSettings) -> LimitFigures {
         let capacity = self.uncorrected_capacity_blocks(slot);
         match self.service.figures(slot) {
             Some(figures) => figures.limit.figures(settings, capacity),

@@ -7,6 +7,7 @@
 mod admin;
 mod audit;
 mod batch;
+mod capacity;
 mod check;
 mod digest;
 mod discovery;
@@ -41,6 +42,7 @@ use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
 use crate::users::{Users, WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
+use crate::capacity::Capacity;
 use crate::kv_events::FollowedBackends;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
@@ -85,6 +87,7 @@ pub struct RouterState {
     beliefs: CapacityCorrections,
     outputs: Outputs,
     ratios: LearntRatios,
+    capacity: Capacity,
     exact: FollowedBackends,
     keys: Keys,
     trees: Trees,
@@ -107,6 +110,8 @@ pub struct RouterState {
     is_outputs_changed: bool,
     /// Whether a command changed the learned ratios.
     is_ratios_changed: bool,
+    /// Whether a command changed the demand for a model.
+    is_capacity_changed: bool,
     view: Arc<StateView>,
 }
 
@@ -186,6 +191,7 @@ impl RouterState {
             beliefs: CapacityCorrections::default(),
             outputs: Outputs::default(),
             ratios: LearntRatios::default(),
+            capacity: Capacity::default(),
             exact: FollowedBackends::default(),
             keys: Keys::default(),
             trees: Trees::default(),
@@ -198,6 +204,7 @@ impl RouterState {
             is_service_changed: false,
             is_outputs_changed: false,
             is_ratios_changed: false,
+            is_capacity_changed: false,
             view,
         };
         state.cold_digest = state.hash_cold();
@@ -237,6 +244,9 @@ impl RouterState {
         }
         if std::mem::take(&mut self.is_ratios_changed) {
             self.view.publish_ratios(self.ratios.view());
+        }
+        if std::mem::take(&mut self.is_capacity_changed) {
+            self.view.publish_capacity(self.capacity.view());
         }
         self.publish_keys();
         self.publish_trees();
@@ -360,6 +370,7 @@ impl RouterState {
                 .released(slot, lease.tip, &mut self.ownership, now_ms);
         }
         self.users.close_replica(replica);
+        self.is_capacity_changed |= self.capacity.close_replica(replica, self.time.now_ms);
     }
 
     /// Applies changes of backends to ownership, leases, measurements and unknown capacities.

@@ -10,6 +10,7 @@ use super::ClusterConfig;
 use super::settings::OperatorSettings;
 use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes, RankSlots};
+use crate::capacity::CapacityView;
 use crate::command::UserDefaults;
 use crate::discovery::{DiscoveredBackend, KnownFleet};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
@@ -44,6 +45,7 @@ pub struct StateView {
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
     ratios: ArcSwap<RatiosView>,
+    capacity: ArcSwap<CapacityView>,
     users: ArcSwap<UsersView>,
     keys: ArcSwap<KeysView>,
     evictions: ArcSwap<EvictionsView>,
@@ -64,6 +66,7 @@ impl StateView {
             service: ArcSwap::default(),
             outputs: ArcSwap::default(),
             ratios: ArcSwap::default(),
+            capacity: ArcSwap::default(),
             users: ArcSwap::from_pointee(users),
             keys: ArcSwap::default(),
             evictions: ArcSwap::default(),
@@ -118,6 +121,12 @@ impl StateView {
     #[must_use]
     pub fn ratios(&self) -> Guard<Arc<RatiosView>> {
         self.ratios.load()
+    }
+
+    /// Returns the demand for all models and the engines wanted, as of their last change.
+    #[must_use]
+    pub fn capacity(&self) -> Guard<Arc<CapacityView>> {
+        self.capacity.load()
     }
 
     /// Returns the applied index. The caller then sees every published change up to that index.
@@ -246,6 +255,10 @@ impl StateView {
 
     pub(super) fn publish_ratios(&self, ratios: RatiosView) {
         self.ratios.store(Arc::new(ratios));
+    }
+
+    pub(super) fn publish_capacity(&self, capacity: CapacityView) {
+        self.capacity.store(Arc::new(capacity));
     }
 
     pub(super) fn publish_evictions(&self, evictions: EvictionsView) {

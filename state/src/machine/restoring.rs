@@ -395,6 +395,7 @@ impl RouterState {
         self.note(origin, AuditAction::Restore, subject);
         self.is_outputs_changed = true;
         self.is_ratios_changed = true;
+        self.is_capacity_changed = true;
         self.keys.replaced();
         self.users.replaced();
     }

@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use state::admission::{AdmissionSettings, Concurrency};
 use state::budgets::Budget;
 use state::caches::CacheScope;
+use state::capacity::{DEMAND_REQUESTS_MAX, DemandReport, ModelDemand};
 use state::command::{
     BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserDefaults, UserSettings,
 };
@@ -122,7 +123,28 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
         1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 1 => block_size(), 6 => kv(),
         6 => session(), 4 => stream(), 1 => define_source(),
+        1 => demand(),
     ]
+}
+
+/// Generates a report of demand, plausible or not.
+fn demand() -> impl Strategy<Value = Item> {
+    let requests = || prop_oneof![9 => 0_u32..50, 1 => Just(DEMAND_REQUESTS_MAX + 1)];
+    let model = prop_oneof![9 => "m[0-2]", 1 => Just(String::new())];
+    (model, requests(), requests(), count(), 0_u32..2).prop_map(
+        |(model, waiting, running, waiting_tokens, started)| {
+            let demand = ModelDemand {
+                waiting,
+                running,
+                waiting_tokens,
+            };
+            Item::ObserveDemand(Box::new(DemandReport {
+                model,
+                demand,
+                started,
+            }))
+        },
+    )
 }
 
 /// Generates a charge of a resumable stream, which any request may carry or take over.

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use state::RouterState;
 use state::admission::AdmissionSettings;
+use state::capacity::{DemandReport, ModelDemand};
 use state::command::{
     BackendSpec, Charge, Command, Envelope, Founding, Item, Lane, Origin, Reply, UserSettings,
 };
@@ -197,6 +198,20 @@ pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> Se
         gaps_at_limit: gaps,
         ..ServiceSample::empty(backend)
     }
+}
+
+/// Returns a report of demand for `model`.
+pub(crate) fn demand(model: &str, waiting: u32, running: u32) -> Item {
+    let demand = ModelDemand {
+        waiting,
+        running,
+        waiting_tokens: 0,
+    };
+    Item::ObserveDemand(Box::new(DemandReport {
+        model: model.to_owned(),
+        demand,
+        started: 0,
+    }))
 }
 
 /// Returns a batch with measurements of `backend` and output lengths of `model`.

@@ -2,7 +2,7 @@
 //! and drains.
 
 use std::error::Error;
-use std::io::{self, Cursor};
+use std::io;
 use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::{Arc, LazyLock};
@@ -14,7 +14,6 @@ use futures_util::future::BoxFuture;
 use http::HeaderValue;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -24,6 +23,7 @@ use super::Picker;
 use super::service::PickerService;
 use crate::engines::backends::pool::prepare;
 use crate::net::bounded_listener::{BoundedConnection, BoundedListener, ConnectionPlace};
+use crate::net::http2_preface::greeting;
 use crate::net::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 use crate::proxy::DrainResult;
 
@@ -123,30 +123,6 @@ impl PickerServer {
         picker.tasks.wait().await;
         DrainResult { cut: left }
     }
-}
-
-/// HTTP/2 connection preface.
-const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// First bytes of a TLS handshake: its type, and the major version of all TLS records.
-const TLS_HANDSHAKE: [u8; 2] = [22, 3];
-
-/// Waits for the HTTP/2 preface, for which hyper has no timer, and returns a stream that begins
-/// with it. From then on, pings detect dead peers.
-async fn greeting<S: AsyncRead + AsyncWrite>(
-    stream: S,
-) -> io::Result<impl AsyncRead + AsyncWrite + Unpin> {
-    let (mut reader, writer) = tokio::io::split(stream);
-    let mut preface = [0; PREFACE.len()];
-    reader.read_exact(&mut preface).await?;
-    if preface != *PREFACE {
-        let why = match preface.starts_with(&TLS_HANDSHAKE) {
-            true => "the gateway uses TLS, and this port does not",
-            false => "the gateway does not use HTTP/2",
-        };
-        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
-    }
-    let whole = Cursor::new(preface).chain(reader);
-    Ok(tokio::io::join(whole, writer))
 }
 
 /// Whether a connection failed because the gateway's protocol or certificate is not the expected.

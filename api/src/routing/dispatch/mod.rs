@@ -163,6 +163,11 @@ impl Dispatcher {
         }
     }
 
+    /// Queues an item for the log that a later one makes good. Returns whether there was room.
+    pub(crate) fn report(&self, item: Item) -> bool {
+        self.outbox.note(item)
+    }
+
     /// Queues the output lengths for the log. Lengths without room are lost; similar ones follow.
     pub fn queue_output_lengths(&self) {
         for ((user, model), tokens) in self.lengths.take() {

@@ -277,7 +277,8 @@ impl ReferenceModel {
             | Item::BeginSession(_)
             | Item::MoveSession { .. }
             | Item::EndTurn(_)
-            | Item::EndSession(_) => {}
+            | Item::EndSession(_)
+            | Item::ObserveDemand(_) => {}
             Item::ObserveText(sample) => self.texts.observe(sample),
             Item::ObserveBlockSize { backend, tokens } => {
                 self.registry.observe_block_size(*backend, *tokens);

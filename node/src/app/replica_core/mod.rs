@@ -10,7 +10,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use api::admission::Admission;
+use api::admission::{Admission, HoldAtZero};
 use api::base::clock::Clock;
 use api::cluster::divergence::Digests;
 use api::cluster::events::EventBus;
@@ -160,7 +160,11 @@ impl CoreParts {
             0 if !is_logged => router,
             _ => router.recording(),
         });
-        let admission = Admission::new(&router).codel_target(config.admission.codel_target);
+        let holds = config.sections.models.iter();
+        let holds = holds.map(|model| (model.name.clone(), model.hold_at_zero));
+        let admission = Admission::new(&router)
+            .codel_target(config.admission.codel_target)
+            .hold_at_zero(HoldAtZero::new(holds.collect()));
         let admission = Arc::new(admission);
         Self {
             shared,
@@ -271,6 +275,9 @@ impl ReplicaCore {
         ));
         let (admission, stopped) = (Arc::clone(&parts.admission), stop());
         tasks.spawn(async move { admission.run(stopped).await });
+        let (admission, stopped) = (Arc::clone(&parts.admission), stop());
+        let replica = config.id;
+        tasks.spawn(async move { admission.run_demand(replica, stopped).await });
         let (permits, cluster, stopped) =
             (Arc::clone(parts.router.permits()), self.cluster(), stop());
         tasks.spawn(async move { permits.run(cluster, stopped).await });

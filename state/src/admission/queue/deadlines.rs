@@ -152,7 +152,7 @@ impl Queue {
         if self.requests.len() >= self.rules.queue_max {
             return Err(QueueRejection::Full);
         }
-        if waiting.is_selective || ahead <= SHORT_QUEUE {
+        if waiting.is_selective || waiting.hold_ms.is_some() || ahead <= SHORT_QUEUE {
             return Ok(());
         }
         let left_ms = |due_ms: u64| due_ms.saturating_sub(now_ms);
@@ -216,8 +216,12 @@ impl Queue {
         }
     }
 
-    /// Re-evaluates overload, and marks all keys for a refresh if it changed.
+    /// Re-evaluates overload, and marks all keys for a refresh if it changed. Requests that wait for
+    /// the first engine are no overload: more engines follow.
     pub(super) fn look(&mut self, now_ms: u64) {
+        if self.holds_any() {
+            return;
+        }
         let (waiting, bounds) = (self.requests.len(), self.bounds());
         if self.overload.evaluate(now_ms, waiting, &bounds) {
             // Overload reverses the order within each user queue.
@@ -282,8 +286,8 @@ impl Queue {
         self.overload.client_timeouts.stayed(waited_ms);
     }
 
-    /// Removes and returns the requests that have waited as long as they may, oldest first, then
-    /// those past their client's deadline.
+    /// Removes and returns the requests that have waited as long as they may, oldest first, then held
+    /// ones, then those past their client's deadline.
     pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
         self.look(now_ms);
         let bounds = self.bounds();
@@ -301,6 +305,12 @@ impl Queue {
             } else {
                 ExpiryReason::Deadline
             };
+            expired.extend(self.remove(ticket).map(|waiting| Expired { waiting, why }));
+        }
+        while let Some(&(end_ms, ticket)) = self.holds.first()
+            && end_ms <= now_ms
+        {
+            let why = ExpiryReason::TooLong;
             expired.extend(self.remove(ticket).map(|waiting| Expired { waiting, why }));
         }
         while let Some(&(due_ms, ticket)) = self.dues.first()

@@ -63,6 +63,9 @@ pub struct QueuedRequest {
     /// Time after which a dispatch is of no use to the client, in milliseconds on the clock of
     /// `now_ms`; `None` if unknown.
     pub due_ms: Option<u64>,
+    /// Longest wait of a request that waits for an engine which is being started, in milliseconds, in
+    /// place of every bound that is not the client's; `None` for other requests.
+    pub hold_ms: Option<u64>,
     /// Whether only some backends can take the request, so that the queue does not determine its
     /// wait.
     pub is_selective: bool,
@@ -138,8 +141,10 @@ pub struct Queue {
     requests: BTreeMap<Ticket, QueuedRequest>,
     classes: BTreeMap<ClassKey, Class>,
     users: BTreeMap<UserKey, WaitingUser>,
-    /// All requests by arrival.
+    /// All requests by arrival, except held ones.
     ages: BTreeSet<(u64, Ticket)>,
+    /// Held requests by the end of their wait.
+    holds: BTreeSet<(u64, Ticket)>,
     /// Requests with their own deadline, by that deadline.
     dues: BTreeSet<(u64, Ticket)>,
     overload: Overload,
@@ -173,6 +178,7 @@ impl Queue {
             classes: BTreeMap::new(),
             users: BTreeMap::new(),
             ages: BTreeSet::new(),
+            holds: BTreeSet::new(),
             dues: BTreeSet::new(),
             overload: Overload::default(),
             last_bin: 0,
@@ -199,6 +205,12 @@ impl Queue {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
+    }
+
+    /// Whether a request is held: it waits for an engine that is being started.
+    #[must_use]
+    pub fn holds_any(&self) -> bool {
+        !self.holds.is_empty()
     }
 
     /// Returns the number of waiting requests of one user.
@@ -282,7 +294,10 @@ impl Queue {
         let ticket = waiting.ticket;
         let is_free = self.requests.insert(ticket, waiting).is_none();
         assert!(is_free, "ticket {ticket} waits already");
-        self.ages.insert((waiting.arrived_ms, ticket));
+        match hold_end(&waiting) {
+            Some(end_ms) => self.holds.insert((end_ms, ticket)),
+            None => self.ages.insert((waiting.arrived_ms, ticket)),
+        };
         self.dues
             .extend(waiting.due_ms.map(|due_ms| (due_ms, ticket)));
         self.users.insert(waiting.user, presence);
@@ -349,7 +364,10 @@ impl Queue {
     /// Removes and returns a request without recording a departure. `None` if it does not wait.
     pub fn remove(&mut self, ticket: Ticket) -> Option<QueuedRequest> {
         let waiting = self.requests.remove(&ticket)?;
-        self.ages.remove(&(waiting.arrived_ms, ticket));
+        match hold_end(&waiting) {
+            Some(end_ms) => self.holds.remove(&(end_ms, ticket)),
+            None => self.ages.remove(&(waiting.arrived_ms, ticket)),
+        };
         if let Some(due_ms) = waiting.due_ms {
             self.dues.remove(&(due_ms, ticket));
         }
@@ -507,6 +525,12 @@ impl WaitingUser {
 
 fn class_of(waiting: &QueuedRequest) -> ClassKey {
     (Reverse(waiting.priority), waiting.bin)
+}
+
+/// Returns when the wait of a held request ends; `None` if it is not held.
+fn hold_end(waiting: &QueuedRequest) -> Option<u64> {
+    let hold_ms = waiting.hold_ms?;
+    Some(waiting.arrived_ms.saturating_add(hold_ms))
 }
 
 fn match_of(waiting: &QueuedRequest) -> MatchKey {

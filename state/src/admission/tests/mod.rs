@@ -65,6 +65,7 @@ fn waiting(user: u64, ticket: u64) -> QueuedRequest {
         bin: 0,
         matched_blocks: 0,
         due_ms: None,
+        hold_ms: None,
         is_selective: false,
     }
 }

@@ -247,3 +247,55 @@ fn observed_client_timeout_becomes_the_queue_deadline() {
     assert_eq!(at.queue.expire(12_399), []);
     assert_eq!(at.queue.expire(12_400)[0].why, ExpiryReason::Deadline);
 }
+
+#[test]
+fn held_requests_wait_for_their_own_time_and_never_count_as_overload() {
+    let mut at = Counter::new(Order::Vtc);
+    let held = |it: QueuedRequest| QueuedRequest {
+        hold_ms: Some(60_000),
+        ..it
+    };
+    // Nothing is dispatched for 40 s, which is longer than others may wait.
+    for _ in 0..40 {
+        assert_eq!(at.push(1, held), Ok(()));
+        assert_eq!(at.push(2, held), Ok(()));
+        at.second(&[], 0, 0);
+    }
+    assert_eq!((at.queue.len(), at.expired.len()), (80, 0));
+    assert!(at.queue.holds_any() && !at.queue.forecast(at.now_ms).is_overloaded);
+    at.second(&[], 0, 20);
+    let of = |user| at.gone.iter().filter(move |(it, _)| *it == user).count();
+    assert_eq!((of(1), of(2)), (10, 10), "users take turns");
+    at.second(&[], 0, 10);
+    assert_eq!(at.gone[29].1, 28_000, "the oldest of a user goes first");
+    for _ in 0..60 {
+        at.second(&[], 0, 0);
+    }
+    assert_eq!((at.queue.len(), at.expired.len()), (0, 50));
+    let is_too_long = |it: &Expired| it.why == ExpiryReason::TooLong;
+    assert!(at.expired.iter().all(is_too_long));
+    assert!(!at.queue.holds_any());
+}
+
+#[test]
+fn a_held_request_keeps_the_bound_of_the_queue_and_its_clients_deadline() {
+    let mut at = Counter::new(Order::Vtc);
+    let held = |it: QueuedRequest| QueuedRequest {
+        hold_ms: Some(60_000),
+        ..it
+    };
+    let due = |it: QueuedRequest| QueuedRequest {
+        due_ms: Some(2_000),
+        ..held(it)
+    };
+    assert_eq!(at.push(1, due), Ok(()));
+    let room = rules(Order::Vtc).queue_max - 1;
+    for _ in 0..room {
+        assert_eq!(at.push(1, held), Ok(()));
+    }
+    assert_eq!(at.push(1, held), Err(QueueRejection::Full));
+    at.second(&[], 0, 0);
+    at.second(&[], 0, 0);
+    assert_eq!(at.expired.len(), 1);
+    assert_eq!(at.expired[0].why, ExpiryReason::Deadline);
+}

@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream, 11 define source | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief, 6 session begins, 7 session moves, 8 turn ends, 9 session ends, 10 charge of a stream, 11 define source, 12 demand | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
 //! any other value, so that a later version can give them a meaning.
@@ -58,6 +58,7 @@ mod rare {
     pub(super) const END_SESSION: u8 = 9;
     pub(super) const CHARGE_STREAM: u8 = 10;
     pub(super) const DEFINE_SOURCE: u8 = 11;
+    pub(super) const DEMAND: u8 = 12;
 }
 
 const KIND_BITS: u32 = 3;
@@ -137,9 +138,8 @@ impl Encode for Item {
                 put_session(encoder, *session)
             }
             Self::ChargeStream(charge) => put_stream_charge(encoder, charge),
-            Self::DefineSource(it) => {
-                put_rare(encoder, rare::DEFINE_SOURCE).and_then(|()| it.encode(encoder))
-            }
+            Self::DefineSource(it) => put_rare_value(encoder, rare::DEFINE_SOURCE, it),
+            Self::ObserveDemand(it) => put_rare_value(encoder, rare::DEMAND, it),
         }
     }
 }
@@ -219,6 +219,16 @@ fn put_rare<E: Encoder>(encoder: &mut E, kind: u8) -> Result<(), EncodeError> {
     put_byte(encoder, RARE | (kind << KIND_BITS))
 }
 
+/// Encodes a rare item by the encoding of its value.
+fn put_rare_value<E: Encoder>(
+    encoder: &mut E,
+    kind: u8,
+    value: &impl Encode,
+) -> Result<(), EncodeError> {
+    put_rare(encoder, kind)?;
+    value.encode(encoder)
+}
+
 fn put_belief<E: Encoder>(encoder: &mut E, sample: &BeliefSample) -> Result<(), EncodeError> {
     put_rare(encoder, rare::BELIEF)?;
     put_backend(encoder, sample.backend)?;
@@ -265,6 +275,7 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             Ok(Item::ChargeStream(Box::new(charge)))
         }
         rare::DEFINE_SOURCE => Decode::decode(decoder).map(Item::DefineSource),
+        rare::DEMAND => Decode::decode(decoder).map(Item::ObserveDemand),
         _ => Err(no_item(tag)),
     }
 }

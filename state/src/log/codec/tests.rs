@@ -203,7 +203,6 @@ fn items() -> Vec<Item> {
     let charge = Charge {
         user: UserKey(0xfeed),
         input_uncached: 300,
-        input_cached: 0,
         output: 70,
         started: 1,
         ended: 2,
@@ -255,6 +254,7 @@ fn items() -> Vec<Item> {
             bytes: 9000,
             tokens: 2000,
         }),
+        value_tests::demand(),
         Item::ObserveBlockSize {
             backend: backend(1, 2),
             tokens: 256,
@@ -370,6 +370,7 @@ fn items_encode_to_golden_bytes() {
         040000000000000000
         0501010101016d0164000101
         1fcdab000000000000a846d00f
+        67016d03fb2c01fc7011010009
         2701028002
         2f0302280301ac02
         37edfe000000000000010df0000000000000efbe000000000000cdab0000000000000302

@@ -4,6 +4,7 @@ use expect_test::expect;
 
 use super::tests::{envelope, hex};
 use super::*;
+use crate::capacity::{DemandReport, ModelDemand};
 use crate::command::{Charge, Command, Lane, Reply};
 use crate::ids::{
     AgentSessionKey, ApiKeyId, BackendRef, Incarnation, ModelKey, Slot, SourceKey, StreamCarrier,
@@ -73,6 +74,19 @@ fn stream_charge(output: u64, settled: u64) -> StreamCharge {
     let mut charge = StreamCharge::empty(UserKey(0xbeef), carried);
     (charge.charge.output, charge.charge.settled) = (output, settled);
     charge
+}
+
+/// Returns a report of demand.
+pub(super) fn demand() -> Item {
+    Item::ObserveDemand(Box::new(DemandReport {
+        model: "m".to_owned(),
+        demand: ModelDemand {
+            waiting: 3,
+            running: 300,
+            waiting_tokens: 70_000,
+        },
+        started: 9,
+    }))
 }
 
 /// Returns items of each kind about agents' sessions, and about resumable streams.

@@ -173,6 +173,7 @@ impl RouterState {
             (tag::BELIEFS, encoding::to_bytes(&self.beliefs)),
             (tag::OUTPUTS, encoding::to_bytes(&self.outputs)),
             (tag::RATIOS, encoding::to_bytes(&self.ratios)),
+            (tag::CAPACITY, encoding::to_bytes(&self.capacity)),
         ]
     }
 
@@ -235,6 +236,7 @@ impl RouterState {
         self.publish_evictions();
         self.publish_users();
         self.view.publish_ratios(self.ratios.view());
+        self.view.publish_capacity(self.capacity.view());
         self.trees.replaced();
         self.publish_trees();
         self.streams.replaced();
@@ -300,6 +302,10 @@ impl RouterState {
             tag::RATIOS => {
                 self.ratios = section(payload)?;
                 self.ratios.check()?;
+            }
+            tag::CAPACITY => {
+                self.capacity = section(payload)?;
+                self.capacity.check()?;
             }
             tag::KEYS => self.keys.restore_piece(payload)?,
             tag::REVOKED_KEYS => self.keys.restore_revoked(payload)?,

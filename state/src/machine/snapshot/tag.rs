@@ -28,4 +28,5 @@ pub(super) const STREAMS: u8 = 25;
 pub(super) const USAGE_TOTALS: u8 = 26;
 pub(super) const USAGE_SOURCES: u8 = 27;
 pub(super) const USAGE: u8 = 28;
+pub(super) const CAPACITY: u8 = 29;
 pub(super) const END: u8 = 255;

@@ -74,6 +74,7 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         | Item::ObserveService(_)
         | Item::ObserveOutputs { .. }
         | Item::ObserveText(_)
+        | Item::ObserveDemand(_)
         | Item::ObserveBlockSize { .. }
         | Item::ObserveBelief(_)
         | Item::BeginSession(_)

@@ -176,6 +176,7 @@ impl SimWorld<'_> {
                 bin: replica.bin_of(asked.predicted_output),
                 matched_blocks,
                 due_ms: None,
+                hold_ms: None,
                 is_selective: false,
             },
             price: self
