@@ -7,6 +7,7 @@ use std::time::Duration;
 use state::{Backend, Registry};
 
 use super::{Admission, AdmissionTry};
+use crate::model_names::ModelHealth;
 use crate::routing::{RoutingRejection, RoutingRequest};
 
 /// For how long requests for a model without engines wait, by model: the first entry that matches a
@@ -79,7 +80,8 @@ impl Admission {
     /// Returns why no engine can serve `model`; `None` if one is up.
     pub(super) fn lack(&self, model: &str) -> Option<RoutingRejection> {
         let is_served = || self.view.registry().is_served(model);
-        (!self.decider.can_serve(model, None)).then(|| match is_served() {
+        let is_down = self.decider.model_health(model, None) == ModelHealth::Down;
+        is_down.then(|| match is_served() {
             true => RoutingRejection::NoneHealthy,
             false => RoutingRejection::UnknownModel,
         })

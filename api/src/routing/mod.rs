@@ -39,6 +39,7 @@ use http::HeaderMap;
 use state::StateView;
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{Handover, PolicyConfig, Reason, Touch};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use self::decide::load_reader::LoadReader;
@@ -381,6 +382,7 @@ impl Router {
             lengths: OutputLengths::default(),
             texts: TextSums::default(),
             priced: PricedTotal::default(),
+            take_overs: Arc::new(Semaphore::new(dispatch::attempt::TAKE_OVERS_PENDING_MAX)),
         };
         Self {
             view,

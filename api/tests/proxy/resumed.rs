@@ -53,16 +53,16 @@ fn ids(stream: &str) -> Vec<String> {
 }
 
 /// Starts an engine that streams `first` and then waits for `more` to send `then`. It continues
-/// with the text `c`, unless requests to continue still `break` it.
+/// with the text `c` of so many `tokens`, unless requests to continue still `break` it.
 async fn engine(
     (first, then): (&[String], &[String]),
     more: &Arc<Semaphore>,
-    breaks: &Arc<AtomicUsize>,
+    [breaks, tokens]: &[Arc<AtomicUsize>; 2],
 ) -> Engine {
     let owned =
         |events: &[String]| -> Vec<Step> { events.iter().map(|event| chunk(event)).collect() };
     let (first, then, more) = (owned(first), owned(then), Arc::clone(more));
-    let breaks = Arc::clone(breaks);
+    let (breaks, tokens) = (Arc::clone(breaks), Arc::clone(tokens));
     Engine::answering(move |request| {
         let mut steps = vec![stream_head()];
         let less = |left: usize| left.checked_sub(1);
@@ -70,9 +70,13 @@ async fn engine(
             steps.push(chunk(ROLE));
             steps.push(Step::Close);
         } else if is_continued(request) {
-            let end = "data: {\"id\":\"d\",\"created\":9,\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
-            let usage = "data: {\"id\":\"d\",\"created\":9,\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
-            let events = [next_delta("c", 9, 1), end.into(), usage.into(), DONE.into()];
+            let tokens = tokens.load(SeqCst) as u32;
+            let usage = format!("\"usage\":{{\"prompt_tokens\":9,\"completion_tokens\":{tokens}}}");
+            let event = |choices: &str| {
+                format!("data: {{\"id\":\"d\",\"created\":9,\"choices\":[{choices}],{usage}}}\n\n")
+            };
+            let end = event(r#"{"index":0,"delta":{},"finish_reason":"stop"}"#);
+            let events = [next_delta("c", 9, tokens), end, event(""), DONE.into()];
             steps.extend(owned(&events));
             steps.push(last_chunk());
         } else {
@@ -94,6 +98,8 @@ struct Scene {
     more: Arc<Semaphore>,
     /// Number of requests to continue that break their engine.
     breaks: Arc<AtomicUsize>,
+    /// Number of tokens with which an engine continues.
+    tokens: Arc<AtomicUsize>,
 }
 
 impl Scene {
@@ -105,11 +111,13 @@ impl Scene {
 
     /// Starts replicas that write nothing to the log yet.
     async fn unflushed(first: &[String], then: &[String]) -> Self {
-        let (more, breaks) = (Arc::new(Semaphore::new(0)), Arc::default());
+        let more = Arc::new(Semaphore::new(0));
+        let counts = [0, 1].map(|count| Arc::new(AtomicUsize::new(count)));
         let engines = [
-            engine((first, then), &more, &breaks).await,
-            engine((first, then), &more, &breaks).await,
+            engine((first, then), &more, &counts).await,
+            engine((first, then), &more, &counts).await,
         ];
+        let [breaks, tokens] = counts;
         let settings = [1, 2].map(|number| {
             let mut settings = ProxySettings::new(ReplicaId(number));
             settings.streams.resumable = true;
@@ -121,6 +129,7 @@ impl Scene {
             engines,
             more,
             breaks,
+            tokens,
         }
     }
 
@@ -427,4 +436,43 @@ async fn a_resumed_request_is_recorded_as_one() {
     let (_, record) = scene.replicas[1].call("GET", &path, &json!({})).await;
     assert_eq!(record["resumed"], true, "{record}");
     scene.are_idle().await;
+}
+
+#[tokio::test]
+async fn output_that_a_client_lets_engines_generate_again_is_charged_again() {
+    let first: Vec<String> = std::iter::once(ROLE.to_owned())
+        .chain((1..200).map(|tokens| delta("a", tokens)))
+        .chain([delta("z", 200)])
+        .collect();
+    let scene = Scene::start(&first, &[]).await;
+    let (client, _) = scene.begin("u", "\"z\"").await;
+    let read = String::from_utf8_lossy(&client.read).into_owned();
+    drop(client);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 200, 0]);
+    // The id of the first event with text.
+    let early = &ids(&read)[1];
+    scene.tokens.store(199, SeqCst);
+    let answer = scene.ask(1, resumes("u", early, "a")).await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    scene.are_idle().await;
+    // Of the 200 tokens that the client did not say it has, a charge on its way may have had 64.
+    assert_eq!(scene.paid("u").await, [7, 200 + 200 - (1 + 64), 0]);
+}
+
+#[tokio::test]
+async fn a_stream_that_is_resumed_again_and_again_is_charged_again() {
+    let scene = Scene::start(&first(), &[]).await;
+    let (old, id) = scene.begin("u", "\"b\"").await;
+    drop(old);
+    for replica in (0..16).map(|number| number % 2) {
+        let answer = scene.ask(replica, resumes("u", &id, "ab")).await;
+        assert_eq!(answer.status, 200);
+    }
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [7, 3, 0]);
+    let answer = scene.ask(0, resumes("u", &id, "ab")).await;
+    assert_eq!(answer.status, 200);
+    scene.are_idle().await;
+    assert_eq!(scene.paid("u").await, [14, 6, 0]);
 }

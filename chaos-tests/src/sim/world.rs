@@ -54,9 +54,9 @@ pub struct WorldOptions {
     pub is_calm: bool,
     /// Whether the seed draws values of the config.
     pub varies: bool,
-    /// Number of clients per replica, and of replicas that found the cluster; as the seed decides if
-    /// `None`.
+    /// Number of clients per replica that send requests; as the seed decides if `None`.
     pub clients: Option<u8>,
+    /// Number of replicas that found the cluster; as the seed decides if `None`.
     pub voters: Option<u8>,
 }
 

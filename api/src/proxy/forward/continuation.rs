@@ -259,7 +259,7 @@ async fn ask(
             GoOnError::Failed(failure) => {
                 tracing::debug!(error = failure.label(), "the rest of a stream failed");
             }
-            GoOnError::Broke | GoOnError::TimedOut => {
+            GoOnError::Broke | GoOnError::Reported | GoOnError::TimedOut => {
                 tracing::debug!("the rest of a stream did not begin");
             }
         }
@@ -286,8 +286,10 @@ pub(super) enum GoOnError {
     NotAdmitted(ProxyError),
     /// The last attempt failed.
     Failed(AttemptError),
-    /// The last backend broke or reported an error before it went on.
+    /// The last backend broke before it went on.
     Broke,
+    /// The last backend reported an error before it went on.
+    Reported,
     /// The last backend did not go on in time.
     TimedOut,
 }
@@ -310,16 +312,21 @@ pub(super) async fn respond_and_go_on(
         })?;
         let slot = answered.decision.backend.slot;
         let fault = match go_on(proxy, sending, answered, seam.cloned(), text).await {
-            Err(GoOnError::Broke) => GoOnError::Broke,
+            Err(fault @ (GoOnError::Broke | GoOnError::Reported)) => fault,
             gone_on_or_not => return gone_on_or_not,
         };
         let is_last = tries.is_move || tries.count >= proxy.settings.retry.attempts;
         if is_last || (proxy.poison_requests).refuses(&proxied.body, &proxied.identity) {
             return Err(fault);
         }
-        proxy.metrics.retries.inc();
         tries.excluded.push(slot);
-        exclude_engine(proxy, slot, &mut tries.excluded);
+        if let GoOnError::Broke = fault {
+            exclude_engine(proxy, slot, &mut tries.excluded);
+        } else if !metrics.may_retry() {
+            proxy.metrics.retries_refused.inc();
+            return Err(fault);
+        }
+        proxy.metrics.retries.inc();
     }
 }
 
@@ -361,10 +368,11 @@ async fn go_on(
     let first = match timeout_at(sending.first_byte_by, begun).await {
         Ok(Ok(first)) => first,
         failed => {
-            attempt.end(AttemptEnd::Broken, Instant::now());
+            // Another attempt may go on with what this one owes.
+            (proxied.earlier).hand_over(attempt, AttemptEnd::Broken, Instant::now());
             return Err(match failed {
                 Ok(Err(BeginError::Obstacle(obstacle))) => GoOnError::Obstacle(obstacle),
-                Ok(Err(BeginError::Error)) => GoOnError::Broke,
+                Ok(Err(BeginError::Error)) => GoOnError::Reported,
                 Ok(Err(BeginError::Broke)) => {
                     proxy.backends.report_failure(slot);
                     sending.watched.broke();

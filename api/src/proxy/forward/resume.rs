@@ -75,13 +75,13 @@ impl From<ProxyError> for ResumeError {
 impl From<GoOnError> for ResumeError {
     fn from(fault: GoOnError) -> Self {
         match fault {
-            GoOnError::Obstacle(ContinueRejection::Refused(status)) if status >= 500 => {
+            GoOnError::Obstacle(ContinueRejection::Refused(408 | 429 | 500..)) => {
                 Self::Other(ProxyError::Refused)
             }
             GoOnError::Obstacle(obstacle) => Self::Obstacle(obstacle),
             GoOnError::NotAdmitted(why) => Self::Other(why),
             GoOnError::Failed(_) => Self::Other(ProxyError::Refused),
-            GoOnError::Broke => Self::Other(ProxyError::EngineBroke),
+            GoOnError::Broke | GoOnError::Reported => Self::Other(ProxyError::EngineBroke),
             GoOnError::TimedOut => Self::Other(ProxyError::EngineTimeout),
         }
     }

@@ -23,6 +23,7 @@ use std::time::Duration;
 use state::StateView;
 use state::command::{Charge, Item};
 use state::ids::{AttemptId, BackendRef, ModelKey, SessionId, UserKey};
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -59,6 +60,8 @@ pub struct Dispatcher {
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
     pub(super) priced: PricedTotal,
+    /// Places for take-overs of streams that wait for the log.
+    pub(super) take_overs: Arc<Semaphore>,
 }
 
 impl Dispatcher {

@@ -9,9 +9,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub struct PromptSpec {
     /// Ids from which the texts of the blocks are derived, in order.
     pub ids: Vec<u64>,
-    /// Length of a block, in bytes.
+    /// Length of a block, in bytes. The last one has what is left.
     pub block_bytes: usize,
-    /// Total length in bytes. The last block may be partial.
+    /// Total length in bytes.
     pub bytes: usize,
     /// Seed from which the texts are derived.
     pub seed: u64,
@@ -22,9 +22,13 @@ impl PromptSpec {
     #[must_use]
     pub fn text(&self) -> String {
         let mut text = String::with_capacity(self.bytes);
-        for id in &self.ids {
+        for (number, id) in self.ids.iter().enumerate() {
             let left = self.bytes.saturating_sub(text.len());
-            text.push_str(&passage(self.seed, *id, left.min(self.block_bytes)));
+            let bytes = match number + 1 == self.ids.len() {
+                true => left,
+                false => left.min(self.block_bytes),
+            };
+            text.push_str(&passage(self.seed, *id, bytes));
         }
         text
     }

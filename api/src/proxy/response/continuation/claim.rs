@@ -8,6 +8,7 @@ use http::{HeaderMap, request};
 
 use super::{EventId, EventIdKey, EventIdSignature, may_continue};
 use crate::error::ProxyError;
+use crate::files::text::without_mark;
 use crate::prompt::ParsedBody;
 use crate::proxy::request::headers::{LAST_EVENT_ID, RESUMABLE};
 use crate::proxy::response::json_scan::{string, value_of};
@@ -64,6 +65,7 @@ pub(in crate::proxy) fn take_claim(
     }
     let id = head.headers.get(LAST_EVENT_ID);
     let id = id.filter(|id| !id.is_empty());
+    *body = body.slice_ref(without_mark(body));
     let received = value_of(body, RECEIVED);
     let (id, received) = match (id, received) {
         (None, None) => return Ok(None),

@@ -10,12 +10,15 @@ use state::admission::Advance;
 use state::command::Charge;
 use state::ids::{LogIndex, StreamCarrier, StreamId, UserKey};
 use state::streams::{CarriedStream, StreamKey, StreamRecord};
+use state::trees::TurnUsage;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::handover::Debt;
-use super::{Attempt, EarlierAttempt, EarlierCharge, OpenAttempt, nothing, pricing_of};
+use super::{
+    Attempt, EarlierAttempt, EarlierCharge, OUTPUT_STEP_TOKENS, OpenAttempt, nothing, pricing_of,
+};
 use crate::routing::Usage;
 use crate::routing::dispatch::Dispatcher;
 use crate::sessions::NamedSession;
@@ -23,6 +26,13 @@ use crate::users::user_name::UserName;
 
 /// Maximum time for which a client waits until the log has its take-over.
 const TAKE_OVER_MAX: Duration = Duration::from_secs(5);
+/// Number of output tokens by which an answer may be charged ahead of what its client has: those of the
+/// charge that was on its way. What is generated again beyond them is charged again.
+const AHEAD_TOKENS_MAX: u64 = 2 * OUTPUT_STEP_TOKENS;
+/// Number of take-overs of a stream after which its answer is charged from its beginning.
+const TAKE_OVERS_MAX: u32 = 16;
+/// Maximum number of take-overs that wait for the log.
+pub(in crate::routing) const TAKE_OVERS_PENDING_MAX: usize = 1024;
 /// Time between two looks at the applied index.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
@@ -73,8 +83,10 @@ impl Dispatcher {
         stream: ResumedStream,
     ) -> Option<EarlierAttempt> {
         let dispatcher = Arc::clone(self);
+        let pending = Arc::clone(&self.take_overs).try_acquire_owned().ok()?;
         let (sender, receiver) = oneshot::channel();
         tokio::spawn(async move {
+            let _pending = pending;
             loop {
                 match dispatcher.try_take_over(&stream.user, stream.carried).await {
                     // Another take-over came first. Whoever proposed it may have left.
@@ -106,14 +118,18 @@ impl Dispatcher {
         let (carried, usage) = (stream.carried, stream.usage);
         let registry = self.view.registry();
         let source = self.source_of(registry.hash_seed, stream.user.api_key(), &stream.model);
+        let paid = match record.epoch > TAKE_OVERS_MAX {
+            true => TurnUsage::default(),
+            false => record.charged,
+        };
         let charged = Charge {
-            input_uncached: record.charged.input_uncached,
-            input_cached: record.charged.input_cached,
-            output: record.charged.output,
+            input_uncached: paid.input_uncached,
+            input_cached: paid.input_cached,
+            output: paid.output.min(usage.completion_tokens + AHEAD_TOKENS_MAX),
             source,
             ..nothing(user)
         };
-        let prompt_tokens = record.charged.input();
+        let prompt_tokens = paid.input();
         let received_prompt = match usage.prompt_tokens {
             0 => stream.estimated_prompt,
             reported => reported,

@@ -30,6 +30,7 @@ use state::usage::{UsageSource, source_key};
 use tokio::time::Instant;
 
 pub(crate) use self::carried::ResumedStream;
+pub(in crate::routing) use self::carried::TAKE_OVERS_PENDING_MAX;
 pub(crate) use self::handover::EarlierAttempt;
 pub use self::handover::{EarlierAttempts, EarlierCharge};
 use self::progress::ResponseProgress;

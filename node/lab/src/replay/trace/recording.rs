@@ -19,9 +19,13 @@ pub(super) fn records(text: &str, scale: LengthScale) -> Result<Vec<TraceRecord>
     let recording =
         api::files::recording::read(text).map_err(|error| (error.line, error.message))?;
     let requests: Vec<_> = recording.requests.iter().collect();
+    let lines = (1..)
+        .zip(text.lines())
+        .filter(|(_, line)| !line.trim().is_empty());
+    let lines: Vec<usize> = lines.map(|(number, _)| number).skip(1).collect();
     let usual = usual_output(&requests);
     let record = |(number, request): (usize, &&api::files::recording::RecordedRequest)| {
-        let in_line = |message| (number + 2, message);
+        let in_line = |message| (lines[number], message);
         let names = [
             Some(&request.user),
             request.session.as_ref(),
