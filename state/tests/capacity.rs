@@ -101,7 +101,7 @@ fn places_follow_from_the_kv_cache_without_a_limit() {
 }
 
 #[test]
-fn what_engines_can_do_is_remembered_while_there_is_none() {
+fn capacity_of_engines_is_remembered_while_there_is_none() {
     let mut driver = Driver::new();
     driver.apply(1, limited(100));
     driver.apply(1, engine("a", 1, None));

@@ -42,14 +42,6 @@ impl HoldAtZero {
     }
 }
 
-/// Whether `why` means that no engine of the model is up, so that a request may be held.
-pub(super) fn is_at_zero(why: RoutingRejection) -> bool {
-    matches!(
-        why,
-        RoutingRejection::UnknownModel | RoutingRejection::NoneHealthy
-    )
-}
-
 impl Admission {
     /// Sets for how long requests for models without engines wait. Default: not at all.
     #[must_use]
@@ -74,7 +66,7 @@ impl Admission {
         which: AdmissionTry,
         why: RoutingRejection,
     ) -> bool {
-        which == AdmissionTry::First && is_at_zero(why) && self.hold_ms(ask.model).is_some()
+        which == AdmissionTry::First && why.is_at_zero() && self.hold_ms(ask.model).is_some()
     }
 
     /// Returns why no engine can serve `model`; `None` if one is up.

@@ -10,7 +10,6 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Admission;
-use super::hold::is_at_zero;
 use crate::routing::{
     Attempt, AttemptEnd, Decision, DispatchTerms, Dispatcher, EarlierCharge, LoadTable, PeerPlace,
     PermitCell, Room, RoutingRejection, RoutingRequest, SeekGuard, UserName,
@@ -225,7 +224,7 @@ impl Waiter {
 
     /// Whether the request goes on waiting if it cannot go because of `why`.
     pub(super) fn outwaits(&self, why: RoutingRejection) -> bool {
-        why == RoutingRejection::AtLimit || self.hold_ms.is_some() && is_at_zero(why)
+        why == RoutingRejection::AtLimit || self.hold_ms.is_some() && why.is_at_zero()
     }
 
     pub(super) fn model(&self) -> Arc<str> {

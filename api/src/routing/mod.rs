@@ -258,6 +258,11 @@ pub enum RoutingRejection {
 }
 
 impl RoutingRejection {
+    /// Whether no engine of the model is up, so that a request may be held until one is.
+    pub(crate) fn is_at_zero(self) -> bool {
+        matches!(self, Self::UnknownModel | Self::NoneHealthy)
+    }
+
     fn label(self) -> &'static str {
         match self {
             Self::UnknownModel => "unknown-model",

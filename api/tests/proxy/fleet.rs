@@ -389,11 +389,9 @@ pub(crate) const HELD_BRIEFLY: &str = "held-briefly";
 
 /// Returns the models whose requests wait while no engine is up.
 fn held() -> Vec<(String, Option<Duration>)> {
-    let entry = |model: &str, time| (model.to_owned(), Some(time));
-    vec![
-        entry(HELD, PATIENT),
-        entry(HELD_BRIEFLY, Duration::from_millis(30)),
-    ]
+    let held = [(HELD, PATIENT), (HELD_BRIEFLY, Duration::from_millis(30))];
+    held.map(|(model, time)| (model.to_owned(), Some(time)))
+        .to_vec()
 }
 
 /// Returns settings with blocks of 16 bytes.

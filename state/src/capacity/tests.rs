@@ -1,3 +1,5 @@
+//! Properties of the engines that a model wants.
+
 use proptest::prelude::*;
 
 use super::need::smoothed;
@@ -274,7 +276,7 @@ proptest! {
     }
 
     #[test]
-    fn who_reports_the_demand_makes_no_difference(
+    fn a_need_does_not_depend_on_who_reports_the_demand(
         demands in prop::collection::vec((1_u64..60_000, any_demand(), any_demand()), 1..30),
     ) {
         let (mut one, mut two) = (Capacity::default(), Capacity::default());

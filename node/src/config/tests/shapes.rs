@@ -28,7 +28,7 @@ labels = "zone"
             2:10: listen is 5 (expected a table: [listen])
             3:11: models[0] is 5 (expected a table: [[models]])
             3:14: models[1] is 6 (expected a table: [[models]])
-            3:31: unknown key models[2].tokeniser (expected tokenizer, or another of aliases, block_size, chat_template, disaggregate, disaggregate_above_tokens, fallback, name, policy, select, tokenizer)
+            3:31: unknown key models[2].tokeniser (expected tokenizer, or another of aliases, block_size, chat_template, disaggregate, disaggregate_above_tokens, fallback, hold_at_zero, name, policy, select, tokenizer)
             3:55: models[3].name is not set (expected non-empty text)
             3:70: models[3].block_size is 0 (expected an integer from 1 to 65536)
             5:6: node.id is a table (expected an integer from 1 to 255, or "from-hostname")
