@@ -20,6 +20,11 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for other in members {
         for (known, answer) in first.answers.iter().zip(&other.answers) {
+            // A cluster that has not healed has replicas at several indexes.
+            let index = |text: &str| text.split(',').next().map(str::to_owned);
+            if index(known) != index(answer) {
+                continue;
+            }
             if known != answer {
                 let at = known.bytes().zip(answer.bytes());
                 let at = at.take_while(|(left, right)| left == right).count();
