@@ -59,7 +59,8 @@ mod tests {
         let mut story = RecordBuilder::begun();
         story.rest();
         let at_rest = &mut story.record.observation.at_rest;
-        let answers = |last: &str| vec!["a".to_owned(), last.to_owned()];
+        let at = |index: u64, answer: &str| format!("{{\"index\":{index},\"choice\":{answer:?}}}");
+        let answers = |last: &str| vec![at(7, "a"), at(7, last)];
         let first = at_rest.values_mut().next().unwrap();
         first.answers = answers("b");
         let mut other = first.clone();
@@ -69,5 +70,8 @@ mod tests {
         let at_rest = &mut story.record.observation.at_rest;
         at_rest.get_mut(&ReplicaId(2)).unwrap().answers = answers("b");
         assert_eq!(check(&story.record), Ok(2));
+        let at_rest = &mut story.record.observation.at_rest;
+        at_rest.get_mut(&ReplicaId(2)).unwrap().answers = vec![at(8, "c")];
+        assert_eq!(check(&story.record), Ok(0));
     }
 }
