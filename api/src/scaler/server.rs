@@ -1,15 +1,13 @@
 //! The scaler's listener: accepts KEDA's connections and serves gRPC on them, with or without TLS.
 
-use std::io;
 use std::pin::pin;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
@@ -18,8 +16,8 @@ use super::externalscaler::external_scaler_server::ExternalScalerServer;
 use super::service::ScalerService;
 use crate::engines::backends::pool::prepare;
 use crate::net::bounded_listener::{BoundedConnection, BoundedListener};
-use crate::net::http2_preface::greeting;
-use crate::net::tls::{self, ClearRejection, MaybeTls, ServerConfig};
+use crate::net::http2_preface::greeted;
+use crate::net::tls::ServerConfig;
 
 /// Maximum number of connections. KEDA's operator and its metrics server have one each.
 const CONNECTIONS_MAX: usize = 64;
@@ -33,12 +31,6 @@ const GREETING_MAX: Duration = Duration::from_secs(5);
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// Time for calls to end when the replica stops.
 const STOP_MAX: Duration = Duration::from_millis(250);
-
-/// Response to a client that sends plain HTTP to a TLS port.
-static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
-    content_type: "text/plain",
-    body: Bytes::from_static(b"this port requires TLS\n"),
-});
 
 /// Returns the TLS config for a new connection.
 pub type ScalerTls = Box<dyn Fn() -> Arc<ServerConfig> + Send + Sync>;
@@ -77,9 +69,10 @@ async fn serve_connection(
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let BoundedConnection { stream, place, .. } = accepted;
     let stop = service.stop.clone();
+    prepare(&stream, KEEP_ALIVE)?;
     let greeted = tokio::select! {
         biased;
-        greeted = timeout(GREETING_MAX, secured(stream, tls)) => greeted??,
+        greeted = timeout(GREETING_MAX, greeted(stream, tls)) => greeted??,
         () = stop.cancelled() => return Ok(()),
         () = place.told_to_leave() => return Ok(()),
     };
@@ -105,20 +98,4 @@ async fn serve_connection(
         }
     }
     Ok(())
-}
-
-/// Returns the connection after the TLS handshake, if any, at its HTTP/2 preface.
-async fn secured(
-    stream: TcpStream,
-    tls: Option<Arc<ServerConfig>>,
-) -> Result<impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin, io::Error> {
-    prepare(&stream, KEEP_ALIVE)?;
-    let secure = match tls {
-        None => MaybeTls::Clear(stream),
-        Some(config) => {
-            let accepted = tls::accept(stream, config, &NO_TLS, |stream| stream).await;
-            accepted.map_err(io::Error::other)?
-        }
-    };
-    greeting(secure).await
 }

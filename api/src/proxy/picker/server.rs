@@ -5,10 +5,9 @@ use std::error::Error;
 use std::io;
 use std::net::IpAddr;
 use std::pin::pin;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use http::HeaderValue;
@@ -23,8 +22,8 @@ use super::Picker;
 use super::service::PickerService;
 use crate::engines::backends::pool::prepare;
 use crate::net::bounded_listener::{BoundedConnection, BoundedListener, ConnectionPlace};
-use crate::net::http2_preface::greeting;
-use crate::net::tls::{self, ClearRejection, MaybeTls, ServerConfig};
+use crate::net::http2_preface::greeted;
+use crate::net::tls::{self, ServerConfig};
 use crate::proxy::DrainResult;
 
 /// Maximum number of gateway connections. Each carries many streams.
@@ -36,12 +35,6 @@ const DRAIN_GRACE: Duration = Duration::from_millis(250);
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 /// HTTP/2 flow-control window of a connection, in bytes.
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
-
-/// Response to a gateway that sends plain HTTP to a TLS port.
-static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
-    content_type: "text/plain",
-    body: Bytes::from_static(b"this port requires TLS\n"),
-});
 
 /// Returns the TLS config for a new connection.
 pub type PickerTls = Box<dyn Fn() -> Arc<ServerConfig> + Send + Sync>;
@@ -158,16 +151,9 @@ impl GatewayConnection {
 
     async fn speak(&self, stream: TcpStream) {
         let timeouts = self.picker.proxy.settings.timeouts;
-        let secure = async {
-            prepare(&stream, timeouts.keep_alive)?;
-            match self.tls.clone() {
-                None => Ok(MaybeTls::Clear(stream)),
-                Some(config) => tls::accept(stream, config, &NO_TLS, |stream| stream).await,
-            }
-        };
         let greeted = async {
-            let secured: Result<_, tls::TlsAcceptError> = secure.await;
-            Ok::<_, tls::TlsAcceptError>(greeting(secured?).await?)
+            prepare(&stream, timeouts.keep_alive)?;
+            greeted(stream, self.tls.clone()).await
         };
         let greeted = tokio::select! {
             biased;
