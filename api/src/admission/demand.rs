@@ -14,7 +14,8 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use state::capacity::{
-    DEMAND_MODELS_MAX, DEMAND_REQUESTS_MAX, DEMAND_TOKENS_MAX, DemandReport, ModelDemand,
+    CapacityView, DEMAND_MODELS_MAX, DEMAND_REQUESTS_MAX, DEMAND_TOKENS_MAX, DemandReport,
+    ModelDemand,
 };
 use state::command::Item;
 use state::ids::ReplicaId;
@@ -28,6 +29,39 @@ use super::Admission;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Interval at which demand is reported again while engines are wanted.
 const REPEAT_EVERY: Duration = Duration::from_secs(5);
+
+/// When a replica last reported its demand, by model.
+#[derive(Debug, Default)]
+pub struct DemandSchedule(BTreeMap<String, Instant>);
+
+impl DemandSchedule {
+    /// Queues `report` of `replica`, as of `now`, with `queue` if it is due by what the state has of
+    /// this replica. `queue` returns whether there was room.
+    pub fn report(
+        &mut self,
+        report: DemandReport,
+        (replica, capacity): (ReplicaId, &CapacityView),
+        now: Instant,
+        queue: impl FnOnce(Item) -> bool,
+    ) {
+        let model = &report.model;
+        let is_old = |at: &Instant| now.saturating_duration_since(*at) >= REPEAT_EVERY;
+        let is_due = report.started > 0
+            || report.demand != capacity.reported(replica, model)
+            || capacity.wanted(model) > 0 && self.0.get(model).is_none_or(is_old);
+        let model = model.clone();
+        if is_due && queue(Item::ObserveDemand(Box::new(report))) {
+            self.0.insert(model, now);
+        }
+    }
+}
+
+/// Whether a model of which so many engines are wanted wants its first engine for what waits, which is
+/// reported at once.
+#[must_use]
+pub fn wants_first(wanted: u32, demand: &ModelDemand) -> bool {
+    wanted == 0 && demand.waiting > 0
+}
 
 /// What this replica sent to engines for one model.
 #[derive(Default)]
@@ -100,7 +134,7 @@ impl Admission {
     /// Reports this replica's demand to the log until `stop`. Call this once per instance.
     pub async fn run_demand(&self, replica: ReplicaId, stop: CancellationToken) {
         let mut ticks = tokio::time::interval(LOOK_EVERY);
-        let mut reported = BTreeMap::new();
+        let mut schedule = DemandSchedule::default();
         loop {
             let is_tick = tokio::select! {
                 biased;
@@ -108,7 +142,7 @@ impl Admission {
                 _ = ticks.tick() => true,
                 () = self.demand.begins.notified() => false,
             };
-            self.report_demand(replica, &mut reported, (is_tick, Instant::now()));
+            self.report_demand(replica, &mut schedule, (is_tick, Instant::now()));
         }
     }
 
@@ -117,18 +151,17 @@ impl Admission {
     fn report_demand(
         &self,
         replica: ReplicaId,
-        reported: &mut BTreeMap<String, Instant>,
+        schedule: &mut DemandSchedule,
         (is_tick, now): (bool, Instant),
     ) {
         let registry = self.view.registry();
         let starts = self.demand.follow(&self.known_models(&registry));
-        reported.retain(|model, _| starts.contains_key(model));
+        schedule.0.retain(|model, _| starts.contains_key(model));
         let capacity = self.view.capacity();
         let waiting = self.waiting_demand();
         for (model, count) in &*starts {
             let mut demand = waiting.get(&**model).copied().unwrap_or_default();
-            let wanted = capacity.wanted(model);
-            if !is_tick && (wanted > 0 || demand.waiting == 0) {
+            if !is_tick && !wants_first(capacity.wanted(model), &demand) {
                 continue;
             }
             // The count is taken first, so that a request that starts now is still seen to run.
@@ -140,23 +173,14 @@ impl Admission {
                     count.is_running.store(false, Ordering::Release);
                 }
             }
-            let is_old = |at: &Instant| now.saturating_duration_since(*at) >= REPEAT_EVERY;
-            let is_due = started > 0
-                || demand != capacity.reported(replica, model)
-                || wanted > 0 && reported.get(model).is_none_or(is_old);
-            if is_due {
-                let report = DemandReport {
-                    model: model.clone(),
-                    demand,
-                    started: bounded(started.into()),
-                };
-                if self
-                    .dispatcher
-                    .report(Item::ObserveDemand(Box::new(report)))
-                {
-                    reported.insert(model.clone(), now);
-                }
-            }
+            let report = DemandReport {
+                model: model.clone(),
+                demand,
+                started: bounded(started.into()),
+            };
+            schedule.report(report, (replica, &capacity), now, |item| {
+                self.dispatcher.report(item)
+            });
         }
     }
 

@@ -46,6 +46,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub use demand::{DemandSchedule, wants_first};
 pub use hold::HoldAtZero;
 pub use metrics::AdmissionMetrics;
 pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};

@@ -14,6 +14,7 @@ use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency
 
 use super::argument_error::SimulateArgsError;
 use super::compare::{ComparisonCase, ComparisonCases, PROGRESS_PARTS, no_verdict};
+use super::day::DayTrial;
 use super::demand_args::{DemandArgs, WorkloadKind};
 use super::disaggregation_args::ApartArgs;
 use super::engine_args::SimEngineArgs;
@@ -22,11 +23,12 @@ use super::experiment::Experiment;
 use super::loads::PolicyLoads;
 use super::page;
 use super::parse::{NewsLag, concurrency, lag, order, patience};
-use super::plan::{BLOCK_TOKENS, ClientModel, RestartPlan, RestartScope, SimPlan, micros};
+use super::plan::{BLOCK_TOKENS, ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
 use super::policies::SimPolicy;
 use super::print;
 use super::recorded::RecordedDemand;
 use super::recorded_args::RecordedArgs;
+use super::scaling_args::ScalingArgs;
 use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload};
 use crate::replay::trace::{self, LengthScale, TraceOptions};
 use crate::terminal;
@@ -113,6 +115,8 @@ pub struct SimulateArgs {
     #[command(flatten)]
     apart: ApartArgs,
     #[command(flatten)]
+    scaling: ScalingArgs,
+    #[command(flatten)]
     recorded: RecordedArgs,
     /// Seed of all random choices
     #[arg(long, value_name = "S", default_value_t = 1)]
@@ -148,11 +152,23 @@ struct FleetSize {
 /// results cannot be written.
 pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
     let recorded = args.recorded.demand(fetched)?;
-    let cases = args.cases(recorded.as_ref())?;
-    let parts = cases.cases.len() as u64 * PROGRESS_PARTS;
-    let bar = terminal::progress_bar(parts, terminal::COUNT)?;
-    let mut comparison = cases.run(args.seed, command_line(), |parts| bar.set_position(parts));
-    bar.finish_and_clear();
+    let mut comparison = match args.experiment {
+        Some(Experiment::Day) => {
+            let day = args.day()?;
+            let bar = terminal::progress_bar(DayTrial::PARTS, terminal::COUNT)?;
+            let comparison = day.run(command_line(), |parts| bar.set_position(parts));
+            bar.finish_and_clear();
+            comparison
+        }
+        _ => {
+            let cases = args.cases(recorded.as_ref())?;
+            let parts = cases.cases.len() as u64 * PROGRESS_PARTS;
+            let bar = terminal::progress_bar(parts, terminal::COUNT)?;
+            let run = cases.run(args.seed, command_line(), |parts| bar.set_position(parts));
+            bar.finish_and_clear();
+            run
+        }
+    };
     comparison.recorded = recorded.map(|recorded| recorded.figures);
     if let Some(path) = &args.report {
         fs::write(path, page::html(&comparison)?)
@@ -254,6 +270,27 @@ impl SimulateArgs {
             [] => Cow::Owned(vec![SimPolicy::default()]),
             some => Cow::Borrowed(some),
         }
+    }
+
+    fn day(&self) -> Result<DayTrial, SimulateArgsError> {
+        let mix = self.mix(WorkloadKind::Day);
+        let base = self.plan(&SimWorkload::default(), None)?;
+        let plan = SimPlan {
+            scaling: Some(self.scaling.plan()),
+            engine: EngineModel::Continuous(self.engine.shape(&DayTrial::ENGINE)),
+            backends: self.backends.first().copied().unwrap_or(DayTrial::ENGINES),
+            admission: AdmissionSettings {
+                concurrency: self.concurrency.first().copied().unwrap_or(DayTrial::LIMIT),
+                ..AdmissionSettings::default()
+            },
+            codel_target: Duration::from_millis(CODEL_TARGET_MS),
+            learn: true,
+            horizon: mix.duration,
+            ..base
+        };
+        let mut workload = mix.generate(self.seed);
+        self.dress(&mut workload);
+        DayTrial::new(plan, workload)
     }
 
     fn policy_loads(&self) -> Result<ComparisonCases, SimulateArgsError> {
@@ -555,6 +592,7 @@ impl SimulateArgs {
             WorkloadKind::Templated => Mix::templated(),
             WorkloadKind::Volatile => Mix::volatile(),
             WorkloadKind::Burst => Mix::burst(),
+            WorkloadKind::Day => Mix::day(),
         };
         Mix {
             rate: demand.rate.unwrap_or(mix.rate),

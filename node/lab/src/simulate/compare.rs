@@ -88,7 +88,11 @@ impl ComparisonCase {
         let horizon = self.plan.horizon.max(1);
         let part = |now: Micros| (now.min(horizon) * PROGRESS_PARTS) / horizon;
         let outcome = SimWorld::new(&self.plan, &self.workload).run(|now| progress(part(now)));
-        let ideal = IdealBounds::of(&self.plan, &self.workload.warm, &outcome.asked);
+        // Nothing is ideal about the caches of engines that come and go.
+        let ideal = match self.plan.scaling {
+            Some(_) => None,
+            None => IdealBounds::of(&self.plan, &self.workload.warm, &outcome.asked),
+        };
         RunReport::of(&self.plan, &self.workload, outcome, ideal)
     }
 }

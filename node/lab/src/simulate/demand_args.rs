@@ -69,6 +69,8 @@ pub(super) enum WorkloadKind {
     Volatile,
     /// Bursts: six times the rate for five of every twenty seconds
     Burst,
+    /// A day: nothing at night, a steep morning, a peak at noon, a slow evening
+    Day,
     /// Users who always have requests waiting
     Fairness,
     /// Sessions of agents: growing prompts, pauses, bursts of sub-agents

@@ -6,6 +6,8 @@ use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel};
 use super::recorded::RecordedDemand;
 use crate::engine::model::EngineShape;
 
+/// Maximum number of tokens computed per step, unless set.
+const BATCHED_TOKENS: u32 = 2048;
 /// Prompt tokens computed per second, unless set or recorded.
 const PREFILL_RATE: u32 = 10_000;
 /// Fixed time of a decode step, unless set or recorded.
@@ -22,9 +24,9 @@ pub(super) struct SimEngineArgs {
     /// Maximum number of running requests per engine
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     max_num_seqs: u32,
-    /// Maximum number of tokens computed per step
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    max_num_batched_tokens: u32,
+    /// Maximum number of tokens computed per step [default: 2048]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_num_batched_tokens: Option<u32>,
     /// Prompt tokens computed per second [default: 10000, or as fitted to the recording]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     prefill_rate: Option<u32>,
@@ -50,17 +52,28 @@ impl SimEngineArgs {
                 batch_max,
                 ..BatchTimes::CALIBRATED
             }),
-            None => EngineModel::Continuous(EngineShape {
-                num_gpu_blocks: self.blocks.unwrap_or(capacity).max(2),
+            None => EngineModel::Continuous(self.shape(&EngineShape {
+                num_gpu_blocks: capacity,
                 block_size: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
+                max_num_batched_tokens: BATCHED_TOKENS,
+                prefill_tokens_per_s: speed.prefill_rate.unwrap_or(PREFILL_RATE),
+                decode: speed.decode().unwrap_or(DECODE),
                 max_num_seqs: self.max_num_seqs,
-                max_num_batched_tokens: self.max_num_batched_tokens,
-                prefill_tokens_per_s: self
-                    .prefill_rate
-                    .or(speed.prefill_rate)
-                    .unwrap_or(PREFILL_RATE),
-                decode: self.decode.or_else(|| speed.decode()).unwrap_or(DECODE),
-            }),
+            })),
+        }
+    }
+
+    /// Returns an engine with continuous batching that is as the flags say, else as `other`.
+    pub(super) fn shape(&self, other: &EngineShape) -> EngineShape {
+        let prefill_tokens_per_s = self.prefill_rate.unwrap_or(other.prefill_tokens_per_s);
+        let batched_tokens = self.max_num_batched_tokens;
+        EngineShape {
+            num_gpu_blocks: self.blocks.unwrap_or(other.num_gpu_blocks).max(2),
+            max_num_seqs: self.max_num_seqs,
+            max_num_batched_tokens: batched_tokens.unwrap_or(other.max_num_batched_tokens),
+            prefill_tokens_per_s,
+            decode: self.decode.unwrap_or(other.decode),
+            ..*other
         }
     }
 }

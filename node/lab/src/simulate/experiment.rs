@@ -31,6 +31,9 @@ pub enum Experiment {
     Overload,
     /// An agent beside others that send bursts of sub-agents: how much of its fair share it gets
     LoneAgent,
+    /// A day with a scaler that starts and stops engines as wanted: its engine-hours, relative to the
+    /// least that have the same p99
+    Day,
     /// Batches that end together, with 1 to 32 bins by output length, compared with the theory
     StaticBatching,
 }
@@ -41,7 +44,8 @@ impl Experiment {
     ///
     /// # Errors
     /// If the duration is less than a second, or the experiment is `policies`, which has
-    /// [`PolicyLoads`](super::loads::PolicyLoads).
+    /// [`PolicyLoads`](super::loads::PolicyLoads), or `day`, which has
+    /// [`DayTrial`](super::day::DayTrial).
     pub fn cases(
         self,
         seed: u64,
@@ -58,7 +62,9 @@ impl Experiment {
             Self::Fairness => fairness(seed, horizon.unwrap_or(600_000_000)),
             Self::ReturningUser => returning_user(seed, horizon.unwrap_or(300_000_000)),
             Self::Sharing => sharing(seed, horizon.unwrap_or(300_000_000), workload),
-            Self::Policies => return Err(SimulateArgsError::new("policies has loads of its own")),
+            Self::Policies | Self::Day => {
+                return Err(SimulateArgsError::new("it has loads of its own"));
+            }
             Self::Overload => overload::cases(seed, horizon.unwrap_or(60_000_000)),
             Self::LoneAgent => lone_agent::cases(seed, horizon.unwrap_or(120_000_000)),
             Self::StaticBatching => static_batching(seed, horizon.unwrap_or(10_000_000_000)),

@@ -36,7 +36,7 @@ pub struct SimPlan {
     pub learn: bool,
     /// Number of tokens per block, in router and engines.
     pub block_tokens: u32,
-    /// Number of engines.
+    /// Number of engines; with `scaling`, of those that can run at once.
     pub backends: u16,
     /// Batching model, sizes and speeds of each engine.
     pub engine: EngineModel,
@@ -57,6 +57,8 @@ pub struct SimPlan {
     pub probe: Micros,
     /// Crash and restart during the run, if any.
     pub restart: Option<RestartPlan>,
+    /// Starts and stops of engines during the run; `None` if all run from start to end.
+    pub scaling: Option<ScalingPlan>,
     /// End of the time in which requests arrive and service counts for fairness.
     pub horizon: Micros,
     /// Seed of all random choices.
@@ -147,6 +149,26 @@ pub struct BatchTimes {
     pub spread_permille: u64,
 }
 
+/// Starts and stops of engines during a run, which begins without any.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ScalingPlan {
+    /// What determines the number of engines.
+    pub rule: ScalingRule,
+    /// Time from the start of an engine until it takes requests.
+    pub start: Micros,
+    /// Longest wait of a request while there is no engine.
+    pub hold: Micros,
+}
+
+/// What determines the number of engines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ScalingRule {
+    /// An autoscaler, which asks how many the replicas want, at this interval.
+    Wanted(Micros),
+    /// Numbers of engines that run or start, from the given times on.
+    Schedule(Vec<(Micros, u16)>),
+}
+
 /// A crash and immediate restart during the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RestartPlan {
@@ -218,6 +240,7 @@ impl Default for SimPlan {
             flush: ms(20),
             probe: ms(1000),
             restart: None,
+            scaling: None,
             horizon: ms(60_000),
             seed: 1,
         }

@@ -14,6 +14,13 @@ mean TTFT exceeds its lower bound; gap: ms between tokens; good/s: answers a sec
 --goal-ttft and --goal-gap; spread: requests between the busiest and the idlest backend;
 busiest: its requests, relative to an even share";
 
+/// Explains the columns of [`fleet`].
+const FLEET_LEGEND: &str = "
+failed: requests that were refused or given up; held: requests that waited because there was no
+engine; engine-hours: time of all engines from start to stop, starts and drains included; most:
+engines at the same time. The schedule knows all arrivals, and takes the fewest engine-hours of
+those with at most the same p99 that fill an equal part of their places";
+
 /// Returns the tables of a comparison and the verdicts on its claims, one below the other.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
@@ -21,6 +28,11 @@ pub fn tables(comparison: &SimComparison) -> String {
     parts.extend(comparison.recorded.as_ref().map(recorded));
     if matrix::has_loads(comparison) {
         parts.push(format!("\n{}", matrix::tables(comparison)));
+        return ended(comparison, parts);
+    }
+    if comparison.runs.iter().any(|run| run.fleet.is_some()) {
+        parts.push(format!("\n{}", fleet(comparison)));
+        parts.push(FLEET_LEGEND.to_owned());
         return ended(comparison, parts);
     }
     parts.push(format!("\n{}", routing(comparison)));
@@ -121,6 +133,35 @@ fn routing(comparison: &SimComparison) -> FittedTable {
             format!("{:.1}", run.load_spread),
             format!("{:.2}", run.busiest_share),
             format!("{:.0}", run.log_bytes_per_request),
+        ]);
+    }
+    table
+}
+
+fn fleet(comparison: &SimComparison) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("run"),
+        column("requests").number(),
+        column("failed").number(),
+        column("held").number(),
+        column("TTFT p50").number(),
+        column("p99 ms").number(),
+        column("engine-hours").number(),
+        column("most").number(),
+        column("starts").number().rank(1),
+    ]);
+    for run in &comparison.runs {
+        let Some(fleet) = &run.fleet else { continue };
+        table.add_row([
+            run.label.clone(),
+            run.requests.to_string(),
+            (run.refused + run.abandoned).to_string(),
+            fleet.held.to_string(),
+            format!("{:.0}", run.ttft_ms.p50),
+            format!("{:.0}", run.ttft_ms.p99),
+            format!("{:.1}", fleet.engine_hours),
+            fleet.most.to_string(),
+            fleet.starts.to_string(),
         ]);
     }
     table

@@ -148,6 +148,9 @@ pub struct RunReport {
     /// Where turns of agents were sent; `None` for other loads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentFigures>,
+    /// Engines that were started and stopped; `None` if all ran from start to end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fleet: Option<FleetFigures>,
     /// What the watched session got; `None` if there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub watched: Option<WatchedFigures>,
@@ -190,6 +193,19 @@ pub struct AgentFigures {
     /// Share of them that were sent to another engine without it, where fewer prompt tokens were to
     /// be computed before their first output token.
     pub sooner_with_room: f64,
+}
+
+/// Engines that were started and stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct FleetFigures {
+    /// Total time of the engines from start to stop, in hours.
+    pub engine_hours: f64,
+    /// Number of starts.
+    pub starts: u64,
+    /// Highest number of engines at the same time.
+    pub most: usize,
+    /// Number of requests that waited because there was no engine.
+    pub held: u64,
 }
 
 /// What one session got between the warm-up and the horizon.
@@ -293,6 +309,7 @@ impl RunReport {
             events: outcome.events,
             faults: outcome.faults,
             agents: AgentFigures::of(&tally),
+            fleet: plan.scaling.is_some().then(|| FleetFigures::of(&tally)),
             watched: WatchedFigures::of(&tally),
             curves: RunCurves::of(&tally, names().collect()),
             by_backend: tally.by_backend,
@@ -319,6 +336,17 @@ impl AgentFigures {
             at_copy_with_room: ratio(agents.at_copy_with_room, agents.with_room),
             sooner_with_room: ratio(agents.sooner_with_room, agents.with_room),
         })
+    }
+}
+
+impl FleetFigures {
+    fn of(tally: &SimTally) -> Self {
+        Self {
+            engine_hours: tally.fleet.ran as f64 / 3.6e9,
+            starts: tally.fleet.starts,
+            most: tally.fleet.most,
+            held: tally.held,
+        }
     }
 }
 

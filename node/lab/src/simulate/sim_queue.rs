@@ -9,6 +9,7 @@ use state::admission::{
     Backlog, Batching, CODEL_INTERVAL_MS, Counters, DispatchVerdict, Expired, Gate, Next, Pricing,
     Queue, QueueRejection, QueueSettings, QueuedRequest, slack_tokens,
 };
+use state::capacity::ModelDemand;
 use state::ids::{ReplicaId, Ticket};
 
 use super::clock::unix_ms;
@@ -231,6 +232,23 @@ impl SimQueue {
     #[must_use]
     pub fn is_contended(&self, now: Micros) -> bool {
         self.gate.users(unix_ms(now)) > 0
+    }
+
+    /// Returns what waits, as replicas report it to the log.
+    #[must_use]
+    pub fn demand(&self) -> ModelDemand {
+        let tokens = self.queue.iter().map(|it| u64::from(it.input_tokens));
+        ModelDemand {
+            waiting: u32::try_from(self.len()).unwrap_or(u32::MAX),
+            running: 0,
+            waiting_tokens: tokens.sum(),
+        }
+    }
+
+    /// Returns whether a request waits for an engine that is being started.
+    #[must_use]
+    pub fn holds_any(&self) -> bool {
+        self.queue.holds_any()
     }
 
     /// Returns the number of waiting requests.

@@ -32,6 +32,10 @@ pub struct SimTally {
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
+    /// Number of requests that waited because there was no engine.
+    pub held: u64,
+    /// Engines that were started and stopped.
+    pub fleet: FleetTally,
     /// Where turns of agents were sent.
     pub agents: AgentTally,
     /// Turns of the watched session.
@@ -76,6 +80,17 @@ pub struct SimTally {
     pub log_entries: u64,
     /// Time at which the last request ended.
     pub last_end: Micros,
+}
+
+/// Engines that were started and stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FleetTally {
+    /// Total time of the engines from start to stop.
+    pub ran: Micros,
+    /// Number of starts.
+    pub starts: u64,
+    /// Highest number at the same time.
+    pub most: usize,
 }
 
 /// Where turns of agents were sent, by what engines had cached at that moment. Turns that a restart

@@ -2,10 +2,11 @@
 //!
 //! One parametrised generator makes all of them: `shared-prefix` has groups, `one-hot` sends most
 //! requests to one group, `templated` puts a common prefix before all groups, `burst` temporarily
-//! multiplies the rate, `volatile` has an early field that differs between groups.
+//! multiplies the rate, `volatile` has an early field that differs between groups, `day` follows a day.
 
 use std::sync::Arc;
 
+use super::day::DayCurve;
 use super::{LengthRange, SimArrival, SimPrompt, SimUser, SimWorkload};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::text::passage;
@@ -35,10 +36,21 @@ pub struct Mix {
     /// Share of requests that go to the first group, in thousandths, in addition to its equal share
     /// of the rest.
     pub hot_permille: u32,
-    /// Periodic bursts; `None` for a constant rate.
-    pub burst: Option<Burst>,
+    /// How the rate changes with time.
+    pub rhythm: Rhythm,
     /// Number of users, who send requests in turn.
     pub users: u32,
+}
+
+/// How a rate changes with time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rhythm {
+    /// Not at all.
+    Even,
+    /// Periodic bursts.
+    Bursts(Burst),
+    /// The duration is a day.
+    Day,
 }
 
 /// Periodic bursts of requests.
@@ -69,7 +81,7 @@ impl Mix {
                 output: (16, 64),
             },
             hot_permille: 0,
-            burst: None,
+            rhythm: Rhythm::Even,
             users: 8,
         }
     }
@@ -112,11 +124,28 @@ impl Mix {
     #[must_use]
     pub fn burst() -> Self {
         Self {
-            burst: Some(Burst {
+            rhythm: Rhythm::Bursts(Burst {
                 every: 20_000_000,
                 length: 5_000_000,
                 factor: 6.0,
             }),
+            ..Self::shared_prefix()
+        }
+    }
+
+    /// Returns a day of chats at an eighth of the lengths of [`Mix::shared_prefix`], so that a day of
+    /// requests can be simulated.
+    #[must_use]
+    pub fn day() -> Self {
+        Self {
+            rate: 4.0,
+            duration: 86_400_000_000,
+            group_tokens: 256,
+            lengths: LengthRange {
+                input: (8, 24),
+                output: (16, 64),
+            },
+            rhythm: Rhythm::Day,
             ..Self::shared_prefix()
         }
     }
@@ -142,9 +171,14 @@ impl Mix {
             users: users.collect(),
             ..SimWorkload::default()
         };
+        let mut day = DayCurve::new(self.rate, self.duration, seed);
         let mut at = 0;
         while (workload.arrivals.len() as u64) < self.requests {
-            at += rng.gap_us(self.rate_at(at));
+            at = match self.rhythm {
+                Rhythm::Even => at + rng.gap_us(self.rate),
+                Rhythm::Bursts(burst) => at + rng.gap_us(burst.rate_at(at, self.rate)),
+                Rhythm::Day => day.next_after(at),
+            };
             if at >= self.duration {
                 break;
             }
@@ -173,16 +207,15 @@ impl Mix {
             usize::try_from(drawn).expect("groups are counted in 32 bits")
         }
     }
+}
 
-    /// Returns the rate at the time `at`. Its mean over a whole period is the configured rate.
-    fn rate_at(&self, at: Micros) -> f64 {
-        let Some(burst) = self.burst else {
-            return self.rate;
-        };
-        let share = burst.length as f64 / burst.every as f64;
-        let quiet = self.rate / (1.0 + share * (burst.factor - 1.0));
-        if at % burst.every < burst.length {
-            quiet * burst.factor
+impl Burst {
+    /// Returns the rate at the time `at`. Its mean over a whole period is `mean`.
+    fn rate_at(&self, at: Micros, mean: f64) -> f64 {
+        let share = self.length as f64 / self.every as f64;
+        let quiet = mean / (1.0 + share * (self.factor - 1.0));
+        if at % self.every < self.length {
+            quiet * self.factor
         } else {
             quiet
         }

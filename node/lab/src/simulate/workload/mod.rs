@@ -9,6 +9,7 @@
 mod agent_tests;
 mod agent_text;
 mod agents;
+mod day;
 mod mix;
 #[cfg(test)]
 mod tests;

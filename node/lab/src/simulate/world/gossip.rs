@@ -53,6 +53,11 @@ impl SimWorld<'_> {
         let Some(envelope) = here.replica.cut(self.now) else {
             return;
         };
+        self.append(place, envelope);
+    }
+
+    /// Appends an entry to the log: that of `place`, if replicas share none.
+    pub(super) fn append(&mut self, place: usize, envelope: Envelope) {
         self.tally.log_entries += 1;
         self.tally.log_bytes += encode_envelope(&envelope).len() as u64;
         let envelope = Arc::new(envelope);
@@ -98,6 +103,7 @@ impl SimWorld<'_> {
         }
         self.note_uncharged(place, entry);
         self.places[place].replica.apply(index, entry);
+        self.follow(place, entry);
         self.plan_flush(place);
         self.pump(place);
     }

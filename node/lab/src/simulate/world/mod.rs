@@ -6,12 +6,14 @@
 mod clients;
 mod gossip;
 mod restart;
+mod scaling;
 mod serve;
 mod turns;
 mod warm;
 
 use std::sync::Arc;
 
+use api::admission::DemandSchedule;
 use state::RouterState;
 use state::admission::{Backlog, Concurrency, Pricing};
 use state::command::{BackendRole, BackendSpec, Command, Envelope, Founding, UserSettings};
@@ -29,6 +31,7 @@ use super::sim_queue::SimQueue;
 use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
 use crate::rng::Rng;
+use scaling::SimFleet;
 use turns::TurnProgress;
 
 /// Divisor of the horizon that yields the warm-up time before services are compared.
@@ -82,6 +85,12 @@ enum SimEvent {
     Close,
     /// Replicas crash and restart, as planned.
     Restart,
+    /// The autoscaler looks, as it does at intervals.
+    Poll,
+    /// Engines are started or stopped, as wanted or planned.
+    Scale,
+    /// An engine has started, by its number.
+    Up(u64),
 }
 
 /// State of a request, from arrival to end.
@@ -133,6 +142,10 @@ struct ReplicaPlace {
     next_wake: Micros,
     /// Backlog that the replica last reported to peers; `None` if nothing waited.
     last_backlog: Option<Backlog>,
+    /// Schedule of reports of demand to the log.
+    demand: DemandSchedule,
+    /// Number of requests sent to engines since the last of these reports.
+    started: u32,
 }
 
 impl ReplicaPlace {
@@ -154,6 +167,8 @@ impl ReplicaPlace {
             next_report: Micros::MAX,
             next_wake: Micros::MAX,
             last_backlog: None,
+            demand: DemandSchedule::default(),
+            started: 0,
         }
     }
 }
@@ -213,6 +228,7 @@ pub struct SimWorld<'a> {
     /// Number of times each replica's log was lost.
     epochs: Vec<u32>,
     run: replica::RunSettings,
+    fleet: SimFleet,
     tally: SimTally,
 }
 
@@ -262,6 +278,7 @@ impl<'a> SimWorld<'a> {
             spread: Rng::new(plan.seed, 2),
             patience_rng: Rng::new(plan.seed, 3),
             next_index: vec![setup.len() as u64 + 1; places.len()],
+            fleet: SimFleet::new(setup.len() as u64),
             setup,
             epochs: vec![0; places.len()],
             places,
@@ -305,6 +322,7 @@ impl<'a> SimWorld<'a> {
             }
         }
         self.begin_turns();
+        self.begin_scaling();
         if let Some(restart) = self.plan.restart {
             self.events.plan(restart.at, SimEvent::Restart);
         }
@@ -344,6 +362,9 @@ impl<'a> SimWorld<'a> {
             SimEvent::Watch => self.tally.service.watch(),
             SimEvent::Close => self.tally.service.close(),
             SimEvent::Restart => self.restart(),
+            SimEvent::Poll => self.poll(),
+            SimEvent::Scale => self.scale(),
+            SimEvent::Up(number) => self.up(number),
         }
     }
 
@@ -353,6 +374,7 @@ impl<'a> SimWorld<'a> {
             || self.next_arrival < self.workload.arrivals.len()
             || self.turns.is_going_on()
             || (self.now < self.plan.horizon && self.workload.is_backlogged())
+            || self.is_winding_down()
     }
 
     fn probe(&mut self) {
@@ -370,7 +392,9 @@ impl<'a> SimWorld<'a> {
             if learns || wants_outputs {
                 self.changed(place);
             }
+            self.report_demand(place, true);
         }
+        self.remove_drained();
         if self.is_going_on() {
             self.events
                 .plan(self.now + self.plan.probe, SimEvent::Probe);
@@ -409,7 +433,8 @@ impl<'a> SimWorld<'a> {
             uncharged: (self.tally.uncharged_milli + self.tally.promised_milli) / 1000,
             slack: slack.unwrap_or_default(),
             bin_edges: self.places[0].replica.bin_edges(),
-            preemptions: figures.map(|figures| figures.preemptions).sum(),
+            preemptions: figures.map(|figures| figures.preemptions).sum::<u64>()
+                + self.fleet.preemptions,
             charged: self.charged(),
             digest: self.places[0].replica.state.digest(),
             asked: self
@@ -447,6 +472,9 @@ impl<'a> SimWorld<'a> {
         }
         if !self.engines.iter().all(SimEngine::is_idle) {
             faults.push("an engine has work left".to_owned());
+        }
+        if !self.fleet.is_empty() {
+            faults.push("an engine was not stopped".to_owned());
         }
         for (number, place) in self.places.iter().enumerate() {
             let ReplicaPlace { replica, queue, .. } = place;
@@ -487,26 +515,13 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
         admission: plan.admission.clone(),
         ..Founding::of_seed(HASH_SEED, plan.policy.clone())
     })];
-    let capacity_blocks = match plan.engine {
-        // One block is vLLM's null block.
-        EngineModel::Continuous(shape) => Some(shape.num_gpu_blocks - 1),
-        EngineModel::Static(_) => None,
+    let begin_with = match plan.scaling {
+        Some(_) => 0,
+        None => plan.backends,
     };
-    let backends = (0..plan.backends).map(|number| {
-        Command::PutBackend(BackendSpec {
-            id: format!("engine-{number:03}"),
-            url: format!("http://127.0.0.1:{}", 10_000 + number),
-            models: vec![MODEL.to_owned()],
-            labels: Default::default(),
-            capacity_blocks,
-            kv_events: None,
-            kv_replay: None,
-            role: match plan.disaggregation.prefill {
-                0 => BackendRole::Both,
-                prefill if number < prefill => BackendRole::Prefill,
-                _ => BackendRole::Decode,
-            },
-        })
+    let backends = (0..begin_with).map(|number| {
+        let name = format!("engine-{number:03}");
+        Command::PutBackend(backend_spec(plan, name, number.into()))
     });
     commands.extend(backends);
     let weighted = workload.users.iter().filter(|it| it.weight_milli != 1000);
@@ -514,4 +529,26 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
         Command::configure_user(&user.name, UserSettings::of_weight(user.weight_milli))
     }));
     commands
+}
+
+/// Returns how the engine with this name and number is registered.
+fn backend_spec(plan: &SimPlan, name: String, number: u64) -> BackendSpec {
+    BackendSpec {
+        id: name,
+        url: format!("http://127.0.0.1:{}", 10_000 + number),
+        models: vec![MODEL.to_owned()],
+        labels: Default::default(),
+        capacity_blocks: match plan.engine {
+            // One block is vLLM's null block.
+            EngineModel::Continuous(shape) => Some(shape.num_gpu_blocks - 1),
+            EngineModel::Static(_) => None,
+        },
+        kv_events: None,
+        kv_replay: None,
+        role: match u64::from(plan.disaggregation.prefill) {
+            0 => BackendRole::Both,
+            prefill if number < prefill => BackendRole::Prefill,
+            _ => BackendRole::Decode,
+        },
+    }
 }

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use api::routing::AttemptEnd;
+use state::Backend;
 use state::admission::{Batching, QueueRejection, QueuedRequest};
 use state::command::BackendRole;
-use state::ids::{Slot, Ticket};
+use state::ids::{BackendRef, Slot, Ticket};
 
 use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
 use crate::simulate::clock::unix_ms;
@@ -138,6 +139,7 @@ impl SimWorld<'_> {
     fn wait(&mut self, place: usize, request: usize) {
         let user = self.requests[request].user;
         let guest = self.guest(place, request);
+        self.tally.held += u64::from(guest.waiting.hold_ms.is_some());
         let ReplicaPlace { replica, queue, .. } = &mut self.places[place];
         let pushed = queue.push(guest, &replica.counters());
         let drain_ms = queue.drain_ms(self.now);
@@ -152,9 +154,21 @@ impl SimWorld<'_> {
         let payer = self.places[place].replica.begin_wait(sender);
         debug_assert_eq!(payer, self.keys[user], "few users are charged");
         self.tally.service.waits(user);
+        if self.places[place].queue.len() == 1 {
+            self.report_demand(place, false);
+        }
         self.changed(place);
         self.pump(place);
         self.look_again(place);
+    }
+
+    /// Returns for how long a request that arrives at `place` waits for a first engine, in milliseconds;
+    /// `None` if it does not.
+    fn hold_ms(&self, place: usize) -> Option<u64> {
+        let scaling = self.plan.scaling.as_ref()?;
+        let is_at_zero = !self.takes_requests(place, |_| true);
+        let is_held = is_at_zero || self.places[place].queue.holds_any();
+        is_held.then_some(scaling.hold / 1000)
     }
 
     fn guest(&self, place: usize, request: usize) -> WaitingRequest {
@@ -176,7 +190,7 @@ impl SimWorld<'_> {
                 bin: replica.bin_of(asked.predicted_output),
                 matched_blocks,
                 due_ms: None,
-                hold_ms: None,
+                hold_ms: self.hold_ms(place),
                 is_selective: false,
             },
             price: self
@@ -247,13 +261,19 @@ impl SimWorld<'_> {
 
     fn has_room(&self, place: usize) -> bool {
         let replica = &self.places[place].replica;
-        let registry = replica.state.view().registry();
-        let answering = registry.backends.iter();
-        let mut answering = answering.filter(|it| it.spec.role != BackendRole::Prefill);
-        answering.any(|backend| {
-            let limit = replica.limit(backend.handle);
-            limit.is_none_or(|limit| replica.running_at(backend.handle, self.now) < limit)
+        self.takes_requests(place, |backend| {
+            let limit = replica.limit(backend);
+            limit.is_none_or(|limit| replica.running_at(backend, self.now) < limit)
         })
+    }
+
+    /// Returns whether the replica at `place` knows of a backend that answers new requests and for which
+    /// `is_right` holds.
+    fn takes_requests(&self, place: usize, is_right: impl Fn(BackendRef) -> bool) -> bool {
+        let registry = self.places[place].replica.state.view().registry();
+        let answers = |it: &&Backend| it.spec.role != BackendRole::Prefill && !it.draining;
+        let mut answering = registry.backends.iter().filter(answers);
+        answering.any(|it| is_right(it.handle))
     }
 
     fn send(&mut self, place: usize, request: usize, was_queued: bool) {
@@ -280,6 +300,8 @@ impl SimWorld<'_> {
         let expected = is_turn.then(|| replica.expected(&ask, decision.backend, self.now));
         let tokens_max = self.plan.oracle.then_some(asked.output_tokens);
         let flight = replica.dispatch(&ask, &decision, tokens_max, self.now);
+        self.places[place].started += 1;
+        let replica = &self.places[place].replica;
         if was_queued {
             replica.end_wait(self.keys[asked.user]);
         }
