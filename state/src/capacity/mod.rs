@@ -6,7 +6,8 @@
 //! replica has the same number at the same log index, and it survives the replica that computed it.
 //!
 //! Engines are needed for two reasons, of which the greater counts ([`needed_engines`]):
-//! - *Places*: running and waiting requests fill at most [`TARGET_PERMILLE`] of the engines' places.
+//! - *Places*: the engines have as many places as requests run and wait, and spare ones: the square root
+//!   of that number, and at least one of [`SPARE_DIVISOR`] requests.
 //! - *Wait*: the engines compute the waiting prompts within [`WAIT_TARGET_MS`].
 //!
 //! Requests are smoothed over [`SMOOTHING_MS`], so that a burst of a second starts no engine. The
@@ -24,7 +25,7 @@ mod tests;
 use bincode::{Decode, Encode};
 
 pub use need::{
-    EngineRoom, HOLD_MS, PLACES_UNKNOWN, PREFILL_NS_UNKNOWN, SMOOTHING_MS, TARGET_PERMILLE,
+    EngineRoom, HOLD_MS, PLACES_UNKNOWN, PREFILL_NS_UNKNOWN, SMOOTHING_MS, SPARE_DIVISOR,
     WAIT_TARGET_MS, needed_engines, saturation_permille,
 };
 pub(crate) use table::{Capacity, EngineFigures};

@@ -3,9 +3,9 @@
 use super::ModelDemand;
 use crate::bounds::BACKENDS_MAX;
 
-/// Share of the engines' places that requests are to fill, in thousandths. The rest is for changes
-/// while an engine starts.
-pub const TARGET_PERMILLE: u32 = 800;
+/// Least part of the requests by which places are to exceed them, as a divisor: a twelfth. It is for
+/// growth while an engine starts.
+pub const SPARE_DIVISOR: u64 = 12;
 /// Time within which the engines are to compute the waiting prompts, in milliseconds.
 pub const WAIT_TARGET_MS: u64 = 2_000;
 /// Time constant over which requests are smoothed, in milliseconds.
@@ -44,12 +44,20 @@ pub fn needed_engines(milli_requests: u64, demand: &ModelDemand, room: EngineRoo
     if demand.requests() == 0 && milli_requests < 1000 {
         return 0;
     }
-    // Thousandths of a request over thousandths of a place.
-    let filled = u128::from(room.places.max(1)) * u128::from(TARGET_PERMILLE);
-    let by_places = u128::from(milli_requests).div_ceil(filled);
+    let by_places =
+        needed_milli_places(milli_requests).div_ceil(1000 * u128::from(room.places.max(1)));
     let by_wait = prefill_ns(demand, room).div_ceil(u128::from(WAIT_TARGET_MS) * 1_000_000);
     let engines = by_places.max(by_wait).clamp(1, BACKENDS_MAX as u128);
     engines as u32
+}
+
+/// Returns the places that requests need, in thousandths: more than there are requests by the square
+/// root, the deviation of a number of requests that arrive independently, and by at least a twelfth.
+/// Many requests vary less than few, relative to their number.
+fn needed_milli_places(milli_requests: u64) -> u128 {
+    let requests = u128::from(milli_requests);
+    let deviation = (requests * 1000).isqrt();
+    requests + deviation.max(requests / u128::from(SPARE_DIVISOR))
 }
 
 /// Returns how much of what `engines` engines can do the demand takes, in thousandths: of their places,

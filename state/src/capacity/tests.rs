@@ -65,11 +65,13 @@ fn the_first_waiting_request_wants_an_engine_at_once() {
 #[test]
 fn wanted_engines_follow_the_places_that_requests_take() {
     let mut capacity = Capacity::default();
-    // 8 of 10 places of each engine are to be filled.
-    assert_eq!(hold(&mut capacity, 0, 100_000, demand(60, 4)), 8);
-    assert_eq!(hold(&mut capacity, 100_000, 100_000, demand(65, 0)), 9);
+    // 64 requests need 64 + 8 places, of which an engine has 10.
+    assert_eq!(hold(&mut capacity, 0, 200_000, demand(60, 4)), 8);
+    assert_eq!(hold(&mut capacity, 200_000, 200_000, demand(72, 1)), 9);
     let view = capacity.view().model(MODEL);
-    assert_eq!(view.saturation_permille, 65 * 1000 / 30);
+    assert_eq!(view.saturation_permille, 73 * 1000 / 30);
+    // Of many, a twelfth is more than the root.
+    assert_eq!(hold(&mut capacity, 400_000, 200_000, demand(1200, 0)), 130);
 }
 
 #[test]
@@ -214,7 +216,7 @@ proptest! {
     }
 
     #[test]
-    fn the_needed_engines_are_the_fewest_within_both_targets(
+    fn the_needed_engines_are_the_fewest_with_spare_places_and_short_waits(
         milli in 1000_u64..10_000_000,
         waiting_tokens in 0_u64..10_000_000,
         places in 20_u32..200,
@@ -223,14 +225,17 @@ proptest! {
         let room = EngineRoom { places, prefill_ns };
         let demand = ModelDemand { waiting_tokens, ..demand(1, 1) };
         let fits = |engines: u32| {
-            let saturation = |milli, demand: &ModelDemand| saturation_permille(milli, demand, room, engines);
-            let is_filled = saturation(milli.saturating_sub(1), &ModelDemand::default()) < TARGET_PERMILLE;
-            // A thousandth more is rounded down.
-            is_filled && saturation(0, &demand) <= 1000
+            let all_milli = 1000 * u64::from(places) * u64::from(engines);
+            let due_ns = WAIT_TARGET_MS * 1_000_000 * u64::from(engines);
+            let is_in_time = waiting_tokens * u64::from(prefill_ns) <= due_ns;
+            // The root and the twelfth are rounded down.
+            all_milli.checked_sub(milli).is_some_and(|spare| {
+                is_in_time && (spare + 1).pow(2) > milli * 1000 && (spare + 1) * SPARE_DIVISOR > milli
+            })
         };
         let needed = needed_engines(milli, &demand, room);
         prop_assert!(fits(needed));
-        prop_assert!(needed == 1 || !fits(needed - 1) || saturation_permille(0, &demand, room, needed - 1) == 1000);
+        prop_assert!(needed == 1 || !fits(needed - 1));
     }
 
     #[test]

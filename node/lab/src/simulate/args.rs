@@ -23,13 +23,15 @@ use super::experiment::Experiment;
 use super::loads::PolicyLoads;
 use super::page;
 use super::parse::{NewsLag, concurrency, lag, order, patience};
-use super::plan::{BLOCK_TOKENS, ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
+use super::plan::{
+    BLOCK_TOKENS, ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan, micros,
+};
 use super::policies::SimPolicy;
 use super::print;
 use super::recorded::RecordedDemand;
 use super::recorded_args::RecordedArgs;
 use super::scaling_args::ScalingArgs;
-use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload};
+use super::workload::{LengthRange, SimUser, SimWorkload};
 use crate::replay::trace::{self, LengthScale, TraceOptions};
 use crate::terminal;
 
@@ -99,9 +101,10 @@ pub struct SimulateArgs {
     /// then bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
     patience: Option<(Micros, Micros)>,
-    /// Maximum number of retries of a client, after a rejection or after leaving
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=10))]
-    retries: u32,
+    /// Maximum number of retries of a client, after a rejection or after leaving [default: 0; in the
+    /// experiment `day` 2, as in OpenAI's SDKs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10))]
+    retries: Option<u32>,
     /// Know output lengths in advance instead of predicting them
     #[arg(long)]
     oracle: bool,
@@ -273,7 +276,7 @@ impl SimulateArgs {
     }
 
     fn day(&self) -> Result<DayTrial, SimulateArgsError> {
-        let mix = self.mix(WorkloadKind::Day);
+        let mix = self.demand.mix(WorkloadKind::Day);
         let base = self.plan(&SimWorkload::default(), None)?;
         let plan = SimPlan {
             scaling: Some(self.scaling.plan()),
@@ -284,6 +287,10 @@ impl SimulateArgs {
                 ..AdmissionSettings::default()
             },
             codel_target: Duration::from_millis(CODEL_TARGET_MS),
+            clients: ClientModel {
+                retries: self.retries.unwrap_or(DayTrial::RETRIES),
+                ..base.clients
+            },
             learn: true,
             horizon: mix.duration,
             ..base
@@ -422,7 +429,7 @@ impl SimulateArgs {
             },
             clients: ClientModel {
                 patience: self.patience,
-                retries: self.retries,
+                retries: self.retries.unwrap_or(0),
             },
             oracle: self.oracle,
             learn: self.learn,
@@ -453,7 +460,7 @@ impl SimulateArgs {
             return asked.unwrap_or(60_000_000);
         }
         if !workload.turns.is_empty() {
-            return self.agents().duration;
+            return self.demand.agents().duration;
         }
         let last = workload.arrivals.last().map_or(1, |sent| sent.at.max(1));
         asked.map_or(last, |asked| asked.min(last))
@@ -503,8 +510,8 @@ impl SimulateArgs {
                 SimWorkload::of_trace(&arrivals)
             }
             (None, Some(WorkloadKind::Fairness)) => return Ok(self.fairness()),
-            (None, Some(WorkloadKind::Agents)) => self.agents().generate(self.seed),
-            (None, Some(kind)) => self.mix(kind).generate(self.seed),
+            (None, Some(WorkloadKind::Agents)) => self.demand.agents().generate(self.seed),
+            (None, Some(kind)) => self.demand.mix(kind).generate(self.seed),
             (None, None) => {
                 return Err(SimulateArgsError::new(
                     "expected one of --trace, --workload, --experiment and --from-decisions",
@@ -569,43 +576,5 @@ impl SimulateArgs {
         };
         self.dress(&mut workload);
         workload
-    }
-
-    fn agents(&self) -> AgentLoad {
-        let (demand, load) = (&self.demand, AgentLoad::default());
-        AgentLoad {
-            rate: demand.rate.unwrap_or(load.rate),
-            duration: demand.duration.map_or(load.duration, micros),
-            requests: demand.requests.unwrap_or(load.requests),
-            users: demand.users,
-            scale: demand.scale.unwrap_or(load.scale),
-        }
-    }
-
-    fn mix(&self, kind: WorkloadKind) -> Mix {
-        let demand = &self.demand;
-        let mix = match kind {
-            WorkloadKind::SharedPrefix | WorkloadKind::Fairness | WorkloadKind::Agents => {
-                Mix::shared_prefix()
-            }
-            WorkloadKind::OneHot => Mix::one_hot(),
-            WorkloadKind::Templated => Mix::templated(),
-            WorkloadKind::Volatile => Mix::volatile(),
-            WorkloadKind::Burst => Mix::burst(),
-            WorkloadKind::Day => Mix::day(),
-        };
-        Mix {
-            rate: demand.rate.unwrap_or(mix.rate),
-            duration: demand.duration.map_or(mix.duration, micros),
-            requests: demand.requests.unwrap_or(u64::MAX),
-            groups: demand.prefixes.unwrap_or(mix.groups),
-            group_tokens: demand.prefix_tokens.unwrap_or(mix.group_tokens),
-            lengths: LengthRange {
-                input: demand.input_tokens.unwrap_or(mix.lengths.input),
-                output: demand.output_tokens.unwrap_or(mix.lengths.output),
-            },
-            users: demand.users,
-            ..mix
-        }
     }
 }

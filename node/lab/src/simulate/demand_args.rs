@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use super::events::Micros;
 use super::parse::{range, rate, span};
+use super::plan::micros;
+use super::workload::{AgentLoad, LengthRange, Mix};
 use crate::replay::trace::LengthScale;
 
 /// Parameters of the workload.
@@ -54,6 +56,47 @@ pub(super) struct DemandArgs {
     /// Tokens of a group's shared prefix [default: as the workload has it]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(super) prefix_tokens: Option<u32>,
+}
+
+impl DemandArgs {
+    /// Returns the load of `agents`.
+    pub(super) fn agents(&self) -> AgentLoad {
+        let load = AgentLoad::default();
+        AgentLoad {
+            rate: self.rate.unwrap_or(load.rate),
+            duration: self.duration.map_or(load.duration, micros),
+            requests: self.requests.unwrap_or(load.requests),
+            users: self.users,
+            scale: self.scale.unwrap_or(load.scale),
+        }
+    }
+
+    /// Returns the load of another kind than `agents` and `fairness`.
+    pub(super) fn mix(&self, kind: WorkloadKind) -> Mix {
+        let mix = match kind {
+            WorkloadKind::SharedPrefix | WorkloadKind::Fairness | WorkloadKind::Agents => {
+                Mix::shared_prefix()
+            }
+            WorkloadKind::OneHot => Mix::one_hot(),
+            WorkloadKind::Templated => Mix::templated(),
+            WorkloadKind::Volatile => Mix::volatile(),
+            WorkloadKind::Burst => Mix::burst(),
+            WorkloadKind::Day => Mix::day(),
+        };
+        Mix {
+            rate: self.rate.unwrap_or(mix.rate),
+            duration: self.duration.map_or(mix.duration, micros),
+            requests: self.requests.unwrap_or(u64::MAX),
+            groups: self.prefixes.unwrap_or(mix.groups),
+            group_tokens: self.prefix_tokens.unwrap_or(mix.group_tokens),
+            lengths: LengthRange {
+                input: self.input_tokens.unwrap_or(mix.lengths.input),
+                output: self.output_tokens.unwrap_or(mix.lengths.output),
+            },
+            users: self.users,
+            ..mix
+        }
+    }
 }
 
 /// Generated workloads.

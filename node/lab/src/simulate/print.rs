@@ -16,10 +16,11 @@ busiest: its requests, relative to an even share";
 
 /// Explains the columns of [`fleet`].
 const FLEET_LEGEND: &str = "
-failed: requests that were refused or given up; held: requests that waited because there was no
-engine; engine-hours: time of all engines from start to stop, starts and drains included; most:
-engines at the same time. The schedule knows all arrivals, and takes the fewest engine-hours of
-those with at most the same p99 that fill an equal part of their places";
+failed: requests without an answer after all retries; refusals: tries that got 429; held: requests
+that waited because there was no engine; engine-hours: time of all engines from start to stop,
+starts and drains included; most: engines at the same time. The schedule knows all arrivals; it
+takes the fewest engine-hours of those that have at most the same p99 and use an equal part of
+their places at any time";
 
 /// Returns the tables of a comparison and the verdicts on its claims, one below the other.
 #[must_use]
@@ -143,6 +144,7 @@ fn fleet(comparison: &SimComparison) -> FittedTable {
         column("run"),
         column("requests").number(),
         column("failed").number(),
+        column("refusals").number().rank(1),
         column("held").number(),
         column("TTFT p50").number(),
         column("p99 ms").number(),
@@ -156,6 +158,7 @@ fn fleet(comparison: &SimComparison) -> FittedTable {
             run.label.clone(),
             run.requests.to_string(),
             (run.refused + run.abandoned).to_string(),
+            run.refusals.to_string(),
             fleet.held.to_string(),
             format!("{:.0}", run.ttft_ms.p50),
             format!("{:.0}", run.ttft_ms.p99),

@@ -88,3 +88,27 @@ impl KnownDemand {
         runs
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_schedule_starts_engines_in_time_and_bridges_short_gaps() {
+        let known = KnownDemand {
+            window: 60,
+            // Of two engines, the second is needed in two windows with one between them.
+            requests: vec![0.0, 0.0, 3.0, 9.0, 3.0, 9.0, 3.0, 0.0, 0.0, 0.0, 1.0],
+            places: 10,
+        };
+        let steps = known.schedule(500, 60, 8);
+        let expected = [(60, 1), (120, 2), (360, 1), (420, 0), (540, 1), (660, 0)];
+        assert_eq!(steps, expected);
+        let halved = known.schedule(500, 60, 1);
+        assert_eq!(
+            halved.iter().map(|step| step.1).max(),
+            Some(1),
+            "no more may run"
+        );
+    }
+}

@@ -3,10 +3,12 @@
 //!
 //! The schedule knows all arrivals ([`KnownDemand`]). Engines start before they are needed, and their
 //! start counts, as it does for the scaler. A lower number of engines delays more requests, so the
-//! schedule's target for the use of places is raised until its p99 exceeds the scaler's, for needs
-//! averaged over shorter and longer windows. It is the best of these schedules, not of all.
+//! schedule's target for the use of places is raised until its p99 exceeds the scaler's. It is the best
+//! of these schedules, not of all.
 
 mod known_demand;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 
@@ -25,12 +27,14 @@ use known_demand::KnownDemand;
 pub(super) const HOLD: Micros = 300_000_000;
 /// Maximum engine-hours of the scaler, relative to the schedule.
 const RATIO_MAX: f64 = 1.1;
-/// Windows over which the schedule's needs are averaged, in microseconds.
-const WINDOWS: [Micros; 2] = [60_000_000, 300_000_000];
+/// Window over which the schedule's needs are averaged, in microseconds.
+const WINDOW: Micros = 60_000_000;
 /// Targets for the use of places between which the best one is sought, in thousandths.
-const TARGETS: (u32, u32) = (400, 1424);
-/// Number of steps of the search, which halves the range.
-const STEPS: u64 = 7;
+const TARGETS: (u32, u32) = (500, 1229);
+/// Number of steps of the search, each of which leaves a third of the range.
+const STEPS: u64 = 4;
+/// Number of schedules tried in a step.
+const TRIED: u64 = 2;
 
 /// A day's requests with the plan of a scaler.
 pub struct DayTrial {
@@ -43,11 +47,13 @@ pub struct DayTrial {
 
 impl DayTrial {
     /// Number of parts of the progress.
-    pub const PARTS: u64 = PROGRESS_PARTS * (1 + STEPS * WINDOWS.len() as u64);
+    pub const PARTS: u64 = PROGRESS_PARTS * (1 + STEPS * TRIED);
     /// Default number of engines that can run at once.
-    pub const ENGINES: u16 = 32;
+    pub const ENGINES: u16 = 16;
     /// Default limit of requests at an engine.
-    pub const LIMIT: Concurrency = Concurrency::Fixed(16);
+    pub const LIMIT: Concurrency = Concurrency::Fixed(8);
+    /// Default number of retries of a client, as in OpenAI's SDKs.
+    pub const RETRIES: u32 = 2;
     /// Default engines, with an eighth of the usual speed for prompts and answers of an eighth.
     pub const ENGINE: EngineShape = EngineShape {
         num_gpu_blocks: 1024,
@@ -61,8 +67,8 @@ impl DayTrial {
     /// Creates the trial of a plan with a scaler.
     ///
     /// # Errors
-    /// If the plan has no scaler, no fixed limit, other engines than with continuous batching, or no
-    /// request.
+    /// If the plan has no scaler, no fixed limit, other engines than with continuous batching, replicas
+    /// that do not share their log, prefill engines, or no request.
     pub fn new(plan: SimPlan, workload: SimWorkload) -> Result<Self, SimulateArgsError> {
         let Concurrency::Fixed(places) = plan.admission.concurrency else {
             return Err(SimulateArgsError::new("expected a number as --concurrency"));
@@ -71,6 +77,11 @@ impl DayTrial {
         else {
             return Err(SimulateArgsError::new("expected engines that start"));
         };
+        if plan.ownership_lag.is_none() || plan.disaggregation.prefill > 0 {
+            return Err(SimulateArgsError::new(
+                "expected replicas that share all, and engines that serve whole requests",
+            ));
+        }
         if workload.arrivals.is_empty() {
             return Err(SimulateArgsError::new("no request to simulate"));
         }
@@ -87,10 +98,8 @@ impl DayTrial {
     #[must_use]
     pub fn run(&self, command: String, progress: impl Fn(u64) + Sync) -> SimComparison {
         let wanted = self.scaling.rule.clone();
-        let scaler = self.run_all(vec![("as wanted".to_owned(), wanted)], &progress);
-        let mut runs = scaler;
-        let optimum = self.optimum(&runs[0], &progress);
-        runs.extend(optimum);
+        let mut runs = self.run_all(vec![("as wanted".to_owned(), wanted)], &progress);
+        runs.extend(self.optimum(&runs[0], &progress));
         SimComparison {
             title: self.title(),
             command,
@@ -141,34 +150,26 @@ impl DayTrial {
     /// Returns the schedule with the fewest engine-hours of those whose p99 is at most that of
     /// `scaler`.
     fn optimum(&self, scaler: &RunReport, progress: &(impl Fn(u64) + Sync)) -> Option<RunReport> {
-        let mut best: Option<RunReport> = None;
-        let known = WINDOWS.map(|window| KnownDemand::of(&self.workload, &self.shape, self.places, window));
-        let mut ranges = WINDOWS.map(|_| TARGETS);
+        let known = KnownDemand::of(&self.workload, &self.shape, self.places, WINDOW);
+        let (mut low, mut high) = TARGETS;
+        let mut best = None;
         for step in 0..STEPS {
-            let middles = ranges.map(|(low, high)| u32::midpoint(low, high));
-            let rules = known.iter().zip(WINDOWS).zip(middles);
-            let rules = rules.map(|((known, window), target)| {
-                let label = format!("schedule, {target} of 1000 places, {} s", window / 1_000_000);
+            let third = (high - low) / 3;
+            let targets = [low + third, high - third];
+            let rules = targets.map(|target| {
                 let steps = known.schedule(target, self.scaling.start, self.plan.backends);
+                let label = format!("schedule, {:.1} % of places", f64::from(target) / 10.0);
                 (label, ScalingRule::Schedule(steps))
             });
-            let done = PROGRESS_PARTS * (1 + step * WINDOWS.len() as u64);
-            let runs = self.run_all(rules.collect(), &|parts| progress(done + parts));
-            for ((run, range), middle) in runs.into_iter().zip(&mut ranges).zip(middles) {
-                let is_as_good = is_sound(&run) && run.ttft_ms.p99 <= scaler.ttft_ms.p99;
-                if std::env::var("DAY_DEBUG").is_ok() {
-                    eprintln!("{} p99 {:.0} hours {:.2} refused {} good {is_as_good}", run.label, run.ttft_ms.p99, hours(&run), run.refused);
-                }
-                if is_as_good {
-                    range.0 = middle;
-                } else {
-                    range.1 = middle;
-                }
-                let is_less = |best: &RunReport| hours(&run) < hours(best);
-                if is_as_good && best.as_ref().is_none_or(is_less) {
-                    best = Some(run);
-                }
-            }
+            let done = PROGRESS_PARTS * (1 + step * TRIED);
+            let runs = self.run_all(rules.into(), &|parts| progress(done + parts));
+            let is_as_good =
+                |run: &RunReport| is_sound(run) && run.ttft_ms.p99 <= scaler.ttft_ms.p99;
+            let good = runs.iter().take_while(|run| is_as_good(run)).count();
+            let ends = [low, targets[0], targets[1], high];
+            (low, high) = (ends[good], ends[good + 1]);
+            let runs = runs.into_iter().take(good);
+            best = runs.last().or(best);
         }
         best
     }

@@ -47,9 +47,8 @@ impl DayCurve {
         let peak = mean * MINUTES as f64 / shares.iter().sum::<f64>();
         let rate = |(minute, share): (usize, f64)| {
             noise = NOISE_KEPT * noise + NOISE_STEP * (2.0 * rng.unit() - 1.0);
-            let in_burst = |(from, length, _): &&(usize, usize, f64)| {
-                (*from..from + length).contains(&minute)
-            };
+            let in_burst =
+                |(from, length, _): &&(usize, usize, f64)| (*from..from + length).contains(&minute);
             let burst = BURSTS.iter().find(in_burst).map_or(1.0, |burst| burst.2);
             peak * share * (1.0 + noise) * burst
         };
@@ -80,7 +79,9 @@ fn share_at(minute: usize) -> f64 {
     let hour = minute as f64 / 60.0;
     let between = |pair: &[(f64, f64)]| {
         let [(from, low), (until, high)] = [pair[0], pair[1]];
-        (from..until).contains(&hour).then(|| low + (high - low) * (hour - from) / (until - from))
+        (from..until)
+            .contains(&hour)
+            .then(|| low + (high - low) * (hour - from) / (until - from))
     };
     CURVE.windows(2).find_map(between).unwrap_or(0.0)
 }

@@ -138,7 +138,7 @@ impl Mix {
     #[must_use]
     pub fn day() -> Self {
         Self {
-            rate: 4.0,
+            rate: 2.0,
             duration: 86_400_000_000,
             group_tokens: 256,
             lengths: LengthRange {

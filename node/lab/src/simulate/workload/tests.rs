@@ -71,3 +71,21 @@ fn a_configured_rate_stretches_a_trace() {
     assert!((requests / seconds - 5.0).abs() < 0.01);
     assert!(workload.arrivals.is_sorted_by_key(|sent| sent.at));
 }
+
+#[test]
+fn a_day_is_quiet_at_night_and_highest_at_noon() {
+    let day = Mix::day();
+    let workload = Mix { rate: 0.5, ..day }.generate(1);
+    let mut by_hour = [0_usize; 24];
+    for sent in &workload.arrivals {
+        by_hour[(sent.at / (day.duration / 24)) as usize] += 1;
+    }
+    let all = workload.arrivals.len();
+    assert!((41_000..46_000).contains(&all), "{all} for 43200");
+    assert_eq!((by_hour[..6].iter().sum::<usize>(), by_hour[23]), (0, 0));
+    assert!(by_hour[12] * 100 > by_hour[9] * 110, "{by_hour:?}");
+    assert!(
+        by_hour[7] < by_hour[8] && by_hour[20] < by_hour[18],
+        "{by_hour:?}"
+    );
+}

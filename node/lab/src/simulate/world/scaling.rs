@@ -123,6 +123,12 @@ impl SimWorld<'_> {
         }
     }
 
+    /// Returns whether a scaler asks, instead of a schedule.
+    fn is_asked(&self) -> bool {
+        let rule = self.plan.scaling.as_ref().map(|it| &it.rule);
+        matches!(rule, Some(ScalingRule::Wanted(_)))
+    }
+
     /// Returns the number of engines that the replicas want.
     fn wanted(&self) -> u32 {
         let view = self.places[0].replica.state.view();
@@ -225,16 +231,18 @@ impl SimWorld<'_> {
     /// Follows an entry that the replica at `place` has applied: the engine that it registers takes
     /// requests, and the first engine that is wanted is started.
     pub(super) fn follow(&mut self, place: usize, entry: &Envelope) {
-        let is_shared = self.plan.scaling.is_some();
-        if let (Command::PutBackend(spec), true) = (&entry.command, is_shared) {
+        if self.plan.scaling.is_none() {
+            return;
+        }
+        if let Command::PutBackend(spec) = &entry.command {
             if place == 0 {
                 self.join(&spec.id);
             }
             let replica = &self.places[place].replica;
             replica.probed(|slot| self.probed[usize::from(slot.0)]);
         }
-        let is_at_zero = place == 0 && is_shared && self.fleet.is_empty();
-        if is_at_zero && !self.fleet.is_push_planned && self.wanted() > 0 {
+        let is_at_zero = place == 0 && self.fleet.is_empty();
+        if is_at_zero && self.is_asked() && !self.fleet.is_push_planned && self.wanted() > 0 {
             self.fleet.is_push_planned = true;
             self.events.plan(self.now + PUSH, SimEvent::Scale);
         }
@@ -247,10 +255,7 @@ impl SimWorld<'_> {
         let is_it = |it: &&mut EngineRun| name_of(it.number) == name;
         let engine = self.fleet.engines.iter_mut().find(is_it);
         engine.expect("it started").stage = EngineStage::Up { slot };
-        let former = std::mem::replace(
-            &mut self.engines[slot],
-            SimEngine::new(&self.plan.engine),
-        );
+        let former = std::mem::replace(&mut self.engines[slot], SimEngine::new(&self.plan.engine));
         self.fleet.preemptions += former.figures().preemptions;
         self.probed[slot] = Default::default();
         // A schedule may have wanted fewer since.
@@ -300,4 +305,28 @@ fn scaled(engines: u32, wanted: u32) -> u32 {
 
 fn name_of(number: u64) -> String {
     format!("engine-{number:03}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::scaled;
+
+    #[test]
+    fn an_hpa_starts_at_most_as_many_as_run_and_tolerates_a_tenth() {
+        let cases = [
+            ((0, 0), 0),
+            ((0, 9), 1),
+            ((1, 9), 5),
+            ((5, 9), 9),
+            ((6, 40), 12),
+            ((10, 11), 10),
+            ((10, 12), 12),
+            ((10, 9), 10),
+            ((9, 3), 3),
+            ((9, 0), 0),
+        ];
+        for ((engines, wanted), expected) in cases {
+            assert_eq!(scaled(engines, wanted), expected, "{engines}, {wanted}");
+        }
+    }
 }
