@@ -30,9 +30,9 @@ const RATIO_MAX: f64 = 1.1;
 /// Window over which the schedule's needs are averaged, in microseconds.
 const WINDOW: Micros = 60_000_000;
 /// Targets for the use of places between which the best one is sought, in thousandths.
-const TARGETS: (u32, u32) = (500, 1229);
+const TARGETS: (u32, u32) = (257, 1229);
 /// Number of steps of the search, each of which leaves a third of the range.
-const STEPS: u64 = 4;
+const STEPS: u64 = 5;
 /// Number of schedules tried in a step.
 const TRIED: u64 = 2;
 

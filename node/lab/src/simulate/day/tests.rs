@@ -10,11 +10,11 @@ use crate::simulate::workload::Mix;
 
 const MINUTE: Micros = 60_000_000;
 
-/// Returns a day of ninety minutes, with engines of three places.
+/// Returns a day of an hour, with engines of three places.
 fn short_day() -> DayTrial {
     let mix = Mix {
         rate: 0.4,
-        duration: 90 * MINUTE,
+        duration: 60 * MINUTE,
         ..Mix::day()
     };
     let plan = SimPlan {
@@ -57,5 +57,5 @@ fn a_day_from_zero_engines_to_many_and_back_fails_no_request() {
     assert!(fleet.held > 0 && fleet.most >= 4, "{fleet:?}");
     // Five minutes, for which engines are held, are much of such a day.
     let ratio = hours(scaler) / hours(schedule);
-    assert!((1.0..=1.35).contains(&ratio), "{ratio}");
+    assert!((0.95..=1.2).contains(&ratio), "{ratio}");
 }
