@@ -168,8 +168,7 @@ impl DayTrial {
             let good = runs.iter().take_while(|run| is_as_good(run)).count();
             let ends = [low, targets[0], targets[1], high];
             (low, high) = (ends[good], ends[good + 1]);
-            let runs = runs.into_iter().take(good);
-            best = runs.last().or(best);
+            best = runs.into_iter().take(good).next_back().or(best);
         }
         best
     }
