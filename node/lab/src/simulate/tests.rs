@@ -12,6 +12,7 @@ use super::plan::{ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan};
 use super::policies::SimPolicy;
 use super::report::RunReport;
 use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload, WarmPrefix};
+use crate::engine::offload::OffloadOptions;
 
 const SECOND: u64 = 1_000_000;
 
@@ -76,6 +77,28 @@ fn a_warm_prefix_is_found_where_it_is() {
     let warm = run(&small(), &workload);
     assert!(warm.hit_rate > 0.9, "{}", warm.hit_rate);
     assert_eq!(warm.by_backend[2], 1);
+}
+
+#[test]
+fn tiers_below_the_gpu_save_computing_and_runs_repeat() {
+    let workload = mix().generate(1);
+    let plan = |cpu_blocks, disk_blocks| SimPlan {
+        offload: OffloadOptions {
+            cpu_blocks,
+            disk_blocks,
+            ..OffloadOptions::default()
+        },
+        ..small()
+    };
+    let without = run(&plan(0, 0), &workload);
+    assert_eq!(json(&without), json(&run(&small(), &workload)));
+    assert_eq!(without.loaded_rate, None);
+    let tiered = run(&plan(100, 1000), &workload);
+    assert_eq!(json(&tiered), json(&run(&plan(100, 1000), &workload)));
+    let [cpu, disk] = tiered.loaded_rate.unwrap();
+    assert!(cpu > 0.0 && disk > 0.0, "{cpu} and {disk}");
+    assert!(tiered.hit_rate > without.hit_rate);
+    assert!(tiered.ttft_ms.mean < without.ttft_ms.mean);
 }
 
 #[test]
