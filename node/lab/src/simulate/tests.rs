@@ -12,7 +12,6 @@ use super::plan::{ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan};
 use super::policies::SimPolicy;
 use super::report::RunReport;
 use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload, WarmPrefix};
-use crate::engine::offload::OffloadOptions;
 
 const SECOND: u64 = 1_000_000;
 
@@ -82,19 +81,16 @@ fn a_warm_prefix_is_found_where_it_is() {
 #[test]
 fn tiers_below_the_gpu_save_computing_and_runs_repeat() {
     let workload = mix().generate(1);
-    let plan = |cpu_blocks, disk_blocks| SimPlan {
-        offload: OffloadOptions {
-            cpu_blocks,
-            disk_blocks,
-            ..OffloadOptions::default()
-        },
-        ..small()
-    };
-    let without = run(&plan(0, 0), &workload);
-    assert_eq!(json(&without), json(&run(&small(), &workload)));
+    let mut plan = small();
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.num_gpu_blocks = 40;
+    }
+    let without = run(&plan, &workload);
     assert_eq!(without.loaded_rate, None);
-    let tiered = run(&plan(100, 1000), &workload);
-    assert_eq!(json(&tiered), json(&run(&plan(100, 1000), &workload)));
+    plan.offload.cpu_blocks = 40;
+    plan.offload.disk_blocks = 1000;
+    let tiered = run(&plan, &workload);
+    assert_eq!(json(&tiered), json(&run(&plan, &workload)));
     let [cpu, disk] = tiered.loaded_rate.unwrap();
     assert!(cpu > 0.0 && disk > 0.0, "{cpu} and {disk}");
     assert!(tiered.hit_rate > without.hit_rate);
