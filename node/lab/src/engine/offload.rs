@@ -221,7 +221,7 @@ impl OffloadTiers {
         let mut admitted = self.cpu.admit(&deepest_first, block);
         admitted.stored.reverse();
         self.note(OffloadTier::Cpu, &admitted);
-        self.spill(admitted.evicted);
+        self.spill(&admitted.evicted);
     }
 
     /// Returns the changes since the last call, in order.
@@ -248,7 +248,7 @@ impl OffloadTiers {
     }
 
     /// Stores on disk what CPU memory evicted.
-    fn spill(&mut self, evicted: Vec<OffloadedBlock>) {
+    fn spill(&mut self, evicted: &[OffloadedBlock]) {
         let hashes: Vec<EngineHash> = evicted.iter().map(|block| block.hash).collect();
         let skipped = evicted.len().saturating_sub(self.disk.blocks_max);
         let admitted = self
@@ -364,15 +364,13 @@ impl LruBlocks {
         while self.entries.len() + new > self.blocks_max {
             admitted.evicted.push(self.evict());
         }
-        for index in from..hashes.len() {
-            if !self.contains(hashes[index]) {
-                let block = block(index);
+        for (index, hash) in hashes.iter().enumerate().skip(from) {
+            if !self.contains(*hash) {
+                let (touched, block) = (0, block(index));
                 admitted.stored.push(block.clone());
-                let touched = 0;
-                self.entries
-                    .insert(hashes[index], LruEntry { touched, block });
+                self.entries.insert(*hash, LruEntry { touched, block });
             }
-            self.touch(hashes[index]);
+            self.touch(*hash);
         }
         admitted
     }

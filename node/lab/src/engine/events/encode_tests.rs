@@ -103,11 +103,11 @@ fn encoded(form: EventEncoding, source: EventSource, events: StepEvents) -> Vec<
     message[1].as_array().unwrap().clone()
 }
 
-fn offloaded(content: Option<BlockContent>) -> StepEvents {
+fn offloaded(content: Option<&BlockContent>) -> StepEvents {
     let block = |hash, parent| OffloadedBlock {
         hash,
         parent,
-        content: content.clone().map(Into::into),
+        content: content.cloned().map(Into::into),
     };
     StepEvents {
         offloaded: vec![
@@ -142,7 +142,7 @@ fn undescribed_blocks_of_a_tier_share_one_placeholder() {
 
 #[test]
 fn described_blocks_of_a_tier_have_an_event_each() {
-    let described = || offloaded(Some(content(&[8, 9])));
+    let described = || offloaded(Some(&content(&[8, 9])));
     assert_eq!(
         encoded(EventEncoding::Array, SOURCE, described())[1..],
         [
