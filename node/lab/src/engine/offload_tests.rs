@@ -30,17 +30,27 @@ fn prompt(tokens: u32, own: u8) -> Sequence {
     Sequence::new(&vec![own; (tokens * 4) as usize], "", SHAPE.block_size, 1)
 }
 
-/// Serves a prompt for one output token. Returns the time that it takes, and where its tokens were
-/// found.
-fn serve(scheduler: &mut Scheduler, sequence: Sequence) -> (Duration, TierTokens) {
-    let predicted = scheduler.found_tokens(&sequence);
-    scheduler.submit(ComputeJob {
+fn job(sequence: Sequence, max_tokens: u32) -> ComputeJob {
+    ComputeJob {
         sequence,
-        max_tokens: 1,
+        max_tokens,
         ending: Finish::Length,
         adapter: None,
         is_fetched: false,
-    });
+    }
+}
+
+/// Serves a prompt for one output token. Returns the time that it takes, and where its tokens were
+/// found, which is where they were predicted to be.
+fn serve(scheduler: &mut Scheduler, sequence: Sequence) -> (Duration, TierTokens) {
+    let predicted = scheduler.found_tokens(&sequence);
+    let (time, found) = compute(scheduler, job(sequence, 1));
+    assert_eq!(found, predicted);
+    (time, found)
+}
+
+fn compute(scheduler: &mut Scheduler, job: ComputeJob) -> (Duration, TierTokens) {
+    scheduler.submit(job);
     let mut time = Duration::ZERO;
     while let Some(step) = scheduler.begin_step() {
         time += step;
@@ -48,7 +58,6 @@ fn serve(scheduler: &mut Scheduler, sequence: Sequence) -> (Duration, TierTokens
         if let [last] = progress[..] {
             let found = scheduler.found()[0];
             assert_eq!(last.cached_tokens, found.cached());
-            assert_eq!(found, predicted);
             return (time, found);
         }
     }
@@ -158,13 +167,6 @@ fn a_prompt_longer_than_a_tier_leaves_its_beginning_there() {
 #[test]
 fn output_blocks_are_offloaded_and_aborted_ones_are_not() {
     let mut scheduler = Scheduler::new(SHAPE).with_offload(&tiers(8, 0));
-    let job = |sequence, max_tokens| ComputeJob {
-        sequence,
-        max_tokens,
-        ending: Finish::Length,
-        adapter: None,
-        is_fetched: false,
-    };
     scheduler.submit(job(prompt(6, 1), 7));
     while scheduler.begin_step().is_some() {
         scheduler.finish_step();
@@ -176,6 +178,42 @@ fn output_blocks_are_offloaded_and_aborted_ones_are_not() {
     scheduler.abort(id);
     scheduler.finish_step();
     assert_eq!(scheduler.tiers().hashes(OffloadTier::Cpu).count(), 3);
+}
+
+#[test]
+fn a_fetched_prompt_loads_nothing() {
+    let mut scheduler = Scheduler::new(SHAPE).with_offload(&tiers(64, 0));
+    serve(&mut scheduler, prompt(32, 1));
+    serve(&mut scheduler, prompt(32, 2));
+    let fetched = ComputeJob {
+        is_fetched: true,
+        ..job(prompt(32, 1), 1)
+    };
+    let (time, found) = compute(&mut scheduler, fetched);
+    assert_eq!((found.gpu, found.cpu, found.peer), (4, 0, 27));
+    assert_eq!(time, Duration::from_millis(1));
+}
+
+#[test]
+fn blocks_are_stored_in_prompt_order_after_others_made_room() {
+    let mut scheduler = Scheduler::new(SHAPE).with_offload(&tiers(4, 0));
+    let [first, second] = [1, 2].map(|own| prompt(16, own));
+    serve(&mut scheduler, first.clone());
+    scheduler.take_offload_events();
+    serve(&mut scheduler, second.clone());
+    let events = scheduler.take_offload_events();
+    let [
+        OffloadEvent::Removed(OffloadTier::Cpu, removed),
+        OffloadEvent::Stored(OffloadTier::Cpu, stored),
+    ] = &events[..]
+    else {
+        panic!("{events:?}");
+    };
+    assert!(removed.iter().eq(first.hashes().iter().rev()));
+    assert!(stored.iter().map(|it| &it.hash).eq(second.hashes()));
+    let parents = stored.iter().map(|it| it.parent);
+    let before = second.hashes().iter().copied().map(Some);
+    assert!(parents.eq(std::iter::once(None).chain(before).take(4)));
 }
 
 /// The rules of the tiers with lists, least recently touched first.
