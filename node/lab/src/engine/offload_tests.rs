@@ -77,7 +77,7 @@ fn sorted_hashes(sequence: &Sequence, blocks: usize) -> Vec<EngineHash> {
 }
 
 #[test]
-fn what_the_gpu_evicts_is_loaded_at_its_tiers_price() {
+fn evicted_blocks_are_loaded_at_their_tiers_price() {
     let options = OffloadOptions {
         cpu_load_ns: Some(10_000),
         disk_load_ns: Some(300_000),
