@@ -181,6 +181,18 @@ fn output_blocks_are_offloaded_and_aborted_ones_are_not() {
 }
 
 #[test]
+fn a_restarted_engine_has_empty_tiers() {
+    let mut scheduler = Scheduler::new(SHAPE).with_offload(&tiers(4, 4));
+    serve(&mut scheduler, prompt(16, 1));
+    serve(&mut scheduler, prompt(16, 2));
+    assert!(scheduler.reset_cache());
+    assert_eq!(scheduler.found_tokens(&prompt(16, 1)).disk, 12);
+    scheduler.forget_events();
+    assert_eq!(scheduler.found_tokens(&prompt(16, 1)).cached(), 0);
+    assert_eq!(scheduler.take_offload_events(), []);
+}
+
+#[test]
 fn a_fetched_prompt_loads_nothing() {
     let mut scheduler = Scheduler::new(SHAPE).with_offload(&tiers(64, 0));
     serve(&mut scheduler, prompt(32, 1));

@@ -287,7 +287,8 @@ proptest! {
         };
         for (tokens, shared, own, max_tokens, steps, is_aborted) in jobs {
             let mut prompt = vec![0; (shared.min(tokens) * 4) as usize];
-            prompt.resize((tokens * 4) as usize, own);
+            // Some prompts end within a token.
+            prompt.resize((tokens * 4) as usize - usize::from(own), own);
             let id = scheduler.submit(ComputeJob {
                 sequence: Sequence::remembering(&prompt, ("", "salt"), 4, 1),
                 max_tokens: max_tokens.min((num_gpu_blocks - 1) * 4 - tokens),
