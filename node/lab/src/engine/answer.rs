@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::driver::{LatestProgress, RequestGuard};
 use super::model::Finish;
+use super::offload::TierTokens;
 use super::output::Output;
 
 /// Completion endpoint that a response belongs to.
@@ -101,7 +102,14 @@ impl AnswerHeader {
             "completion_tokens": latest.output_tokens,
         });
         if with_details {
-            usage["prompt_tokens_details"] = json!({ "cached_tokens": latest.cached_tokens });
+            let mut details = json!({ "cached_tokens": latest.cached_tokens });
+            // With SGLang's names.
+            if let Some(TierTokens { cpu, disk, .. }) = latest.by_tier {
+                let device = latest.cached_tokens - cpu - disk;
+                details["cached_tokens_details"] =
+                    json!({ "device": device, "host": cpu, "storage": disk });
+            }
+            usage["prompt_tokens_details"] = details;
         }
         usage
     }

@@ -9,6 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::events::{EventEncoding, PublisherFaults};
 use super::model::EngineShape;
+use super::offload::{OffloadArgs, OffloadOptions};
 use super::{
     EmulatedEngine, EngineOptions, EventsOptions, LoadError, LoraOptions, RoomMode, RoomOptions,
     TransferOptions,
@@ -59,6 +60,12 @@ pub struct EngineArgs {
     /// Milliseconds to load an adapter
     #[arg(long, value_name = "MS", default_value_t = 200.0, value_parser = positive)]
     lora_load_ms: f64,
+    #[command(flatten)]
+    offload: OffloadArgs,
+    /// Describe blocks of the tiers below the GPU in their KV events, as with vLLM's option of this
+    /// name; otherwise these events only have hashes
+    #[arg(long, requires = "cpu_blocks", requires = "kv_events")]
+    self_describing_kv_events: bool,
     /// Transfer KV blocks to and from other engines, as vLLM's NIXL connector does
     #[arg(long)]
     kv_transfer: bool,
@@ -165,6 +172,10 @@ impl From<EngineArgs> for EngineOptions {
             events,
             transfer,
             rooms,
+            offload: OffloadOptions {
+                is_described: args.self_describing_kv_events,
+                ..args.offload.into()
+            },
             listen: args.listen,
             data_parallel_size: args.data_parallel_size,
             model: args.model,

@@ -16,9 +16,10 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use super::events::{FaultKind, Publisher};
+use super::events::{FaultKind, Publisher, StepEvents};
 use super::lora::LoraSeries;
 use super::model::{ComputeJob, EngineStats, Finish, RequestId, RequestProgress, Scheduler};
+use super::offload::TierTokens;
 
 /// Maximum lag of the model's time behind the clock that the driver catches up. An engine that got
 /// no CPU for longer continues at its normal pace.
@@ -62,6 +63,8 @@ pub(super) struct LatestProgress {
     pub output_tokens: u32,
     /// Number of prompt tokens found in the cache or fetched; 0 until the prompt is computed.
     pub cached_tokens: u32,
+    /// These tokens by tier; `None` if the engine has only the GPU.
+    pub by_tier: Option<TierTokens>,
     /// How the request ended; `None` while it runs.
     pub finish: Option<Finish>,
 }
@@ -191,22 +194,28 @@ impl DriverCore {
 
     fn finish_step(&self) {
         let mut inner = self.lock();
-        let events = inner.scheduler.take_events();
-        let contents = inner.scheduler.take_contents();
+        let ended = inner.scheduler.finish_step();
+        let events = StepEvents {
+            blocks: inner.scheduler.take_events(),
+            contents: inner.scheduler.take_contents(),
+            offloaded: inner.scheduler.take_offload_events(),
+        };
         if let Some(publisher) = &self.publisher {
-            let fault = publisher.publish(unix_time().as_secs_f64(), &events, contents);
+            let fault = publisher.publish(unix_time().as_secs_f64(), events);
             if fault != FaultKind::Nothing {
                 inner.pending_fault = fault;
             }
         }
-        for progress in inner.scheduler.finish_step() {
+        let found = inner.scheduler.found().to_vec();
+        let has_tiers = inner.scheduler.tiers().is_used();
+        for (progress, found) in ended.into_iter().zip(found) {
             let progress_slot = if progress.finish.is_some() {
                 inner.progress_slots.remove(&progress.id)
             } else {
                 inner.progress_slots.get(&progress.id).cloned()
             };
             if let Some(progress_slot) = progress_slot {
-                progress_slot.put(progress);
+                progress_slot.put(progress, has_tiers.then_some(found));
             }
         }
         self.count_open(&inner);
@@ -260,10 +269,11 @@ impl DriverInner {
 }
 
 impl ProgressSlot {
-    fn put(&self, progress: RequestProgress) {
+    fn put(&self, progress: RequestProgress, by_tier: Option<TierTokens>) {
         *self.lock() = LatestProgress {
             output_tokens: progress.output_tokens,
             cached_tokens: progress.cached_tokens,
+            by_tier,
             finish: progress.finish,
         };
         self.waker.wake();

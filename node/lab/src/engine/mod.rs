@@ -24,6 +24,7 @@ mod lora;
 mod metrics;
 pub mod model;
 mod named;
+pub mod offload;
 pub mod output;
 mod ranks;
 mod rejection;
@@ -50,11 +51,12 @@ use tokio_util::task::TaskTracker;
 
 pub use args::{EngineArgs, run};
 use driver::DriverCore;
-use events::Publisher;
 pub use events::{EventEncoding, EventsOptions, PublisherFaults};
+use events::{EventSource, OffloadMedia, Publisher};
 use http::{EngineServer, serve};
 pub use lora::LoraOptions;
 use model::{EngineShape, EngineStats, Scheduler};
+use offload::OffloadOptions;
 use ranks::{Ranks, events_of};
 use rooms::EngineRooms;
 pub use rooms::{RoomMode, RoomOptions};
@@ -87,6 +89,8 @@ pub struct EngineOptions {
     /// Options of disaggregation through rooms, as in SGLang, with its metric names; `None` for
     /// vLLM.
     pub rooms: Option<RoomOptions>,
+    /// Options of the tiers below the GPU.
+    pub offload: OffloadOptions,
     /// Number of data-parallel ranks, each with its own `shape`. Zero counts as one.
     pub data_parallel_size: u16,
 }
@@ -111,7 +115,30 @@ impl Default for EngineOptions {
             lora: LoraOptions::default(),
             transfer: None,
             rooms: None,
+            offload: OffloadOptions::default(),
             data_parallel_size: 1,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Returns the options of the tiers below the GPU. SGLang always describes their events.
+    fn offload(&self) -> OffloadOptions {
+        OffloadOptions {
+            is_described: self.offload.is_described || self.rooms.is_some(),
+            ..self.offload
+        }
+    }
+
+    /// Returns what the KV events of a rank have in common.
+    fn source(&self, rank: u16) -> EventSource {
+        EventSource {
+            block_tokens: self.shape.block_size,
+            rank,
+            media: match &self.rooms {
+                Some(_) => OffloadMedia::Sglang,
+                None => OffloadMedia::Vllm,
+            },
         }
     }
 }
@@ -158,14 +185,14 @@ impl EmulatedEngine {
         for rank in 0..options.data_parallel_size.max(1) {
             let publisher = match &options.events {
                 Some(events) => {
-                    let (events, block_tokens) =
-                        (events_of(events, rank), options.shape.block_size);
-                    let of = (block_tokens, rank);
-                    Some(Publisher::start(&events, of, &stop, &tasks).await?)
+                    let (events, source) = (events_of(events, rank), options.source(rank));
+                    Some(Publisher::start(&events, source, &stop, &tasks).await?)
                 }
                 None => None,
             };
-            let scheduler = Scheduler::new(options.shape).with_lora(&options.lora);
+            let scheduler = Scheduler::new(options.shape)
+                .with_lora(&options.lora)
+                .with_offload(&options.offload());
             let core = DriverCore::new(scheduler, options.speed, publisher);
             tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
             cores.push(core);

@@ -8,15 +8,17 @@
 //!
 //! A step takes `prefill tokens / rate` plus, if anything decodes, `decode * (1 + batch / 64)`:
 //! prefill is compute-bound and shared by the batch; decoding is bound by reading the weights, with
-//! a part that grows with the batch. Loading LoRA adapters takes extra time. The scheduler reads no
-//! clock: the driver waits for the duration.
+//! a part that grows with the batch. Loading LoRA adapters takes extra time, and so does loading
+//! blocks from tiers below the GPU ([`super::offload`]) for the prompts that a step admits. The
+//! scheduler reads no clock: the driver waits for the duration.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::cache::{BlockEvent, BlockPool, HeldBlocks};
+use super::cache::{BlockEvent, BlockPool, HeldBlocks, PrefixHit};
 use super::lora::{LoraOptions, LoraSlots};
+use super::offload::{OffloadEvent, OffloadOptions, OffloadTiers, TierTokens};
 use super::text::{BlockContent, Sequence};
 
 /// Batch size that doubles the duration of a decode step.
@@ -120,9 +122,10 @@ struct ScheduledRequest {
     job: ComputeJob,
     held: HeldBlocks,
     computed: u32,
-    /// Number of prompt tokens found in the cache or fetched; `None` until the request is first
-    /// admitted.
-    cached: Option<u32>,
+    /// Where prompt tokens were found; `None` until the request is first admitted.
+    found: Option<TierTokens>,
+    /// Number of leading blocks that the tiers below the GPU have seen.
+    offloaded: usize,
 }
 
 /// Tokens of one request that the current step computes.
@@ -146,7 +149,10 @@ pub struct Scheduler {
     events: Vec<BlockEvent>,
     contents: Vec<BlockContent>,
     lora: LoraSlots,
-    /// Time that the current step spends loading adapters.
+    tiers: OffloadTiers,
+    /// Where the prompts of the last step's progress were found.
+    found: Vec<TierTokens>,
+    /// Time that the current step spends loading adapters and blocks.
     loading: Duration,
 }
 
@@ -175,6 +181,8 @@ impl Scheduler {
             events: Vec::new(),
             contents: Vec::new(),
             lora: LoraSlots::new(0, Duration::ZERO),
+            tiers: OffloadTiers::new(&OffloadOptions::default(), shape.prefill_tokens_per_s),
+            found: Vec::new(),
             loading: Duration::ZERO,
         }
     }
@@ -183,6 +191,13 @@ impl Scheduler {
     #[must_use]
     pub fn with_lora(mut self, options: &LoraOptions) -> Self {
         self.lora = LoraSlots::new(options.max_loras, options.load);
+        self
+    }
+
+    /// Sets the tiers below the GPU.
+    #[must_use]
+    pub fn with_offload(mut self, options: &OffloadOptions) -> Self {
+        self.tiers = OffloadTiers::new(options, self.shape.prefill_tokens_per_s);
         self
     }
 
@@ -212,7 +227,8 @@ impl Scheduler {
             job,
             held: HeldBlocks::default(),
             computed: 0,
-            cached: None,
+            found: None,
+            offloaded: 0,
         };
         self.requests.insert(id, request);
         self.waiting.push_back(id);
@@ -253,11 +269,16 @@ impl Scheduler {
     pub fn finish_step(&mut self) -> Vec<RequestProgress> {
         let step = std::mem::take(&mut self.step);
         let mut progress = Vec::with_capacity(step.len());
+        self.found.clear();
         for ScheduledWork { id, tokens } in step {
             let Some(request) = self.requests.get_mut(&id) else {
                 continue; // Aborted while the step ran.
             };
             request.computed += tokens;
+            let blocks = (request.computed / self.shape.block_size) as usize;
+            request.offloaded = self
+                .tiers
+                .offload(&request.job.sequence, request.offloaded..blocks);
             if request.computed < request.job.sequence.tokens() {
                 continue; // A prompt that is not through yet.
             }
@@ -267,10 +288,12 @@ impl Scheduler {
             }
             let output_tokens = request.job.sequence.output_tokens();
             let is_done = output_tokens >= request.job.max_tokens;
+            let found = request.found.unwrap_or_default();
+            self.found.push(found);
             progress.push(RequestProgress {
                 id,
                 output_tokens,
-                cached_tokens: request.cached.unwrap_or(0),
+                cached_tokens: found.cached(),
                 finish: is_done.then_some(request.job.ending),
             });
             if is_done {
@@ -278,6 +301,12 @@ impl Scheduler {
             }
         }
         progress
+    }
+
+    /// Returns where the prompts of the last step's progress were found, in its order.
+    #[must_use]
+    pub fn found(&self) -> &[TierTokens] {
+        &self.found
     }
 
     /// Returns the current counters and gauges.
@@ -304,14 +333,26 @@ impl Scheduler {
         std::mem::take(&mut self.contents)
     }
 
-    /// Resets the cache; the next step records the event. Returns `false` and does nothing while a
+    /// Returns the changes of the tiers below the GPU since the last call, in order.
+    pub fn take_offload_events(&mut self) -> Vec<OffloadEvent> {
+        self.tiers.take_events()
+    }
+
+    /// Returns the tiers below the GPU.
+    #[must_use]
+    pub fn tiers(&self) -> &OffloadTiers {
+        &self.tiers
+    }
+
+    /// Resets the cache of the GPU; the next step records the event. Returns `false` and does nothing while a
     /// request holds a block.
     pub fn reset_cache(&mut self) -> bool {
         self.pool.reset()
     }
 
-    /// Drops the recorded changes of the cache.
+    /// Drops the recorded changes of the cache, and empties the tiers below the GPU.
     pub fn forget_events(&mut self) {
+        self.tiers.clear();
         drop(self.pool.take_events());
         self.events.clear();
         self.contents.clear();
@@ -326,8 +367,14 @@ impl Scheduler {
     /// Returns the number of tokens of this sequence's prompt that a request would find cached now.
     #[must_use]
     pub fn cached_tokens(&self, sequence: &Sequence) -> u32 {
-        let hit = self.pool.find(sequence.hashes(), sequence.prompt_tokens());
-        hit.tokens(&self.pool)
+        self.found_tokens(sequence).cached()
+    }
+
+    /// Returns where a request would find the tokens of this sequence's prompt now.
+    #[must_use]
+    pub fn found_tokens(&self, sequence: &Sequence) -> TierTokens {
+        let tokens = sequence.prompt_tokens();
+        self.tiers.find(&self.pool, sequence, tokens).1
     }
 
     /// Returns the number of tokens that are left to compute of all prompts, as the cache is now.
@@ -335,7 +382,7 @@ impl Scheduler {
     pub fn prefill_left(&self) -> u64 {
         let left = |request: &ScheduledRequest| {
             let tokens = request.job.sequence.tokens();
-            let ready = match request.cached {
+            let ready = match request.found {
                 None => self.cached_tokens(&request.job.sequence),
                 Some(_) => request.computed,
             };
@@ -407,23 +454,27 @@ impl Scheduler {
                 .get_mut(&id)
                 .expect("queued requests are known");
             let tokens = request.job.sequence.tokens();
-            let hit = self.pool.find(request.job.sequence.hashes(), tokens);
-            let hit_tokens = hit.tokens(&self.pool);
-            // The last token is always computed.
-            let ready = match request.job.is_fetched {
-                true => tokens.saturating_sub(1).max(hit_tokens),
-                false => hit_tokens,
-            };
+            let sequence = &request.job.sequence;
+            let (hit, mut found) = self.tiers.find(&self.pool, sequence, tokens);
+            if request.job.is_fetched {
+                // The last token is always computed.
+                let fetched = tokens.saturating_sub(1).saturating_sub(found.gpu);
+                (found.cpu, found.disk, found.peer) = (0, 0, fetched);
+            }
+            let ready = found.cached();
             let new = (tokens - ready).min(*budget);
             if !self.pool.allocate(&mut request.held, &hit, ready + new) {
                 return;
             }
             request.computed = ready;
+            request.offloaded = ((ready - found.peer) / self.shape.block_size) as usize;
+            let (sequence, blocks) = (&request.job.sequence, request.offloaded);
+            self.loading += self.tiers.load(sequence, found, blocks);
             register(&mut self.pool, request, ready + new, &mut self.contents);
-            if request.cached.is_none() {
-                request.cached = Some(ready);
+            if request.found.is_none() {
+                request.found = Some(found);
                 self.stats.cache_queries += u64::from(tokens);
-                self.stats.cache_hits += u64::from(hit_tokens);
+                self.stats.cache_hits += u64::from(found.gpu);
                 self.stats.prompt_tokens += u64::from(tokens);
             }
             *budget -= new;
@@ -455,11 +506,8 @@ impl Scheduler {
             .get_mut(&id)
             .expect("running requests are known");
         let target = request.computed + tokens;
-        if !self.pool.allocate(
-            &mut request.held,
-            &super::cache::PrefixHit::default(),
-            target,
-        ) {
+        let hit = PrefixHit::default();
+        if !self.pool.allocate(&mut request.held, &hit, target) {
             return false;
         }
         register(&mut self.pool, request, target, &mut self.contents);

@@ -114,6 +114,30 @@ async fn the_next_chat_turn_finds_the_previous_one_cached() {
 }
 
 #[tokio::test]
+async fn usage_has_the_cached_tokens_by_tier() {
+    let mut options = EngineOptions {
+        speed: 1000.0,
+        ..EngineOptions::default()
+    };
+    options.shape.num_gpu_blocks = 10;
+    options.offload.cpu_blocks = 64;
+    let engine = EmulatedEngine::start(options).await.unwrap();
+    let details = async |word: &str| {
+        let prompt = word.repeat(256);
+        let body = json!({ "model": "emulated", "prompt": prompt, "max_tokens": 1 });
+        let (_, answer) = ask(&engine, "POST", "/v1/completions", body).await;
+        answer["usage"]["prompt_tokens_details"].clone()
+    };
+    details("four").await;
+    details("five").await;
+    // Of the first prompt's eight blocks, the GPU still has one; the last one is computed again.
+    let by_tier = json!({ "device": 32, "host": 192, "storage": 0 });
+    let expected = json!({ "cached_tokens": 224, "cached_tokens_details": by_tier });
+    assert_eq!(details("four").await, expected);
+    engine.stop().await;
+}
+
+#[tokio::test]
 async fn equal_prompts_get_equal_answers_and_the_default_length() {
     let engine = engine(1000.0).await;
     let body = json!({ "model": "emulated", "prompt": "tell me" });

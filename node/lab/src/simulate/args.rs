@@ -436,6 +436,7 @@ impl SimulateArgs {
             block_tokens: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
             backends,
             engine: engine.model(recorded),
+            offload: engine.offload.into(),
             disaggregation: self.apart.plan(),
             goal: self.apart.goal(),
             replicas: self.replicas(recorded),

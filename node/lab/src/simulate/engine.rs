@@ -12,6 +12,7 @@ use super::events::Micros;
 use super::plan::{BatchTimes, EngineModel, micros};
 use super::workload::SimPrompt;
 use crate::engine::model::{ComputeJob, Finish, RequestId, Scheduler};
+use crate::engine::offload::{OffloadOptions, TierTokens};
 
 /// Progress of a request at the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +23,8 @@ pub struct ServedStep {
     pub output_tokens: u32,
     /// Number of prompt tokens found in the cache.
     pub cached_tokens: u32,
+    /// These tokens by tier.
+    pub found: TierTokens,
     /// Whether the request has ended with this step.
     pub is_done: bool,
 }
@@ -74,12 +77,12 @@ enum EngineTiming {
 }
 
 impl SimEngine {
-    /// Creates an idle engine with an empty cache.
+    /// Creates an idle engine with an empty cache. With static batching, it has no cache at all.
     #[must_use]
-    pub fn new(model: &EngineModel) -> Self {
+    pub fn new(model: &EngineModel, offload: &OffloadOptions) -> Self {
         let model = match model {
             EngineModel::Continuous(shape) => EngineTiming::Continuous {
-                scheduler: Box::new(Scheduler::new(*shape)),
+                scheduler: Box::new(Scheduler::new(*shape).with_offload(offload)),
                 names: Vec::new(),
                 ids: Vec::new(),
             },
@@ -137,12 +140,18 @@ impl SimEngine {
         }
     }
 
-    /// Returns the number of tokens of the prompt that this engine has cached.
+    /// Returns the number of tokens of the prompt that this engine has cached, on any tier.
     #[must_use]
     pub fn cached_tokens(&self, prompt: &SimPrompt) -> u32 {
+        self.found_tokens(prompt).cached()
+    }
+
+    /// Returns the numbers of tokens of the prompt that this engine has cached, by tier.
+    #[must_use]
+    pub fn found_tokens(&self, prompt: &SimPrompt) -> TierTokens {
         match &self.model {
-            EngineTiming::Continuous { scheduler, .. } => scheduler.cached_tokens(&prompt.sequence),
-            EngineTiming::Static { .. } => 0,
+            EngineTiming::Continuous { scheduler, .. } => scheduler.found_tokens(&prompt.sequence),
+            EngineTiming::Static { .. } => TierTokens::default(),
         }
     }
 
@@ -214,10 +223,11 @@ impl SimEngine {
                 names,
                 ids,
             } => {
-                // Replicas learn from leases here, so the cache's events are dropped.
-                drop(scheduler.take_events());
                 let progress = scheduler.finish_step();
-                let served = progress.into_iter().map(|progress| {
+                // Replicas learn from leases here, so the cache's events are dropped.
+                drop((scheduler.take_events(), scheduler.take_offload_events()));
+                let found = scheduler.found().iter();
+                let served = progress.into_iter().zip(found).map(|(progress, found)| {
                     let number = usize::try_from(progress.id.0).expect("ids count from 0");
                     let request = names[number];
                     let is_done = progress.finish.is_some();
@@ -230,6 +240,7 @@ impl SimEngine {
                         request,
                         output_tokens: progress.output_tokens,
                         cached_tokens: progress.cached_tokens,
+                        found: *found,
                         is_done,
                     }
                 });
@@ -240,6 +251,7 @@ impl SimEngine {
                     request,
                     output_tokens,
                     cached_tokens: 0,
+                    found: TierTokens::default(),
                     is_done: true,
                 });
                 served.collect()

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel};
 use super::recorded::RecordedDemand;
 use crate::engine::model::EngineShape;
+use crate::engine::offload::OffloadArgs;
 
 /// Maximum number of tokens computed per step, unless set.
 const BATCHED_TOKENS: u32 = 2048;
@@ -37,6 +38,8 @@ pub(super) struct SimEngineArgs {
     /// Static batches of this many requests, which end together [default: continuous batching]
     #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(super) static_batch: Option<u32>,
+    #[command(flatten)]
+    pub(super) offload: OffloadArgs,
 }
 
 impl SimEngineArgs {

@@ -1,9 +1,9 @@
 //! Ideal bounds with which runs are compared.
 //!
-//! *Pooled LRU* is one cache with the blocks of all engines. It serves requests in the order of
-//! arrival, each finished before the next. No router can hit much more often, because no engine has
-//! all blocks. *Lower bound of TTFT* is the time to compute what even that cache missed, on an
-//! otherwise idle engine.
+//! *Pooled LRU* is one cache with the blocks of all engines, on all tiers. It serves requests in the
+//! order of arrival, each finished before the next. No router can hit much more often, because no
+//! engine has all blocks. *Lower bound of TTFT* is the time to compute what even that cache missed,
+//! on an otherwise idle engine.
 
 use std::sync::Arc;
 
@@ -32,9 +32,11 @@ impl IdealBounds {
         let EngineModel::Continuous(shape) = plan.engine else {
             return None;
         };
-        let blocks = shape
-            .num_gpu_blocks
-            .saturating_mul(u32::from(plan.backends));
+        let offload = [plan.offload.cpu_blocks, plan.offload.disk_blocks];
+        let blocks = offload
+            .into_iter()
+            .fold(shape.num_gpu_blocks, u32::saturating_add);
+        let blocks = blocks.saturating_mul(u32::from(plan.backends));
         let mut pool = BlockPool::new(blocks, shape.block_size);
         let mut serve = |prompt: &SimPrompt, output_tokens: u32| {
             let mut sequence = prompt.sequence.clone();

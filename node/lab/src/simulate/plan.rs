@@ -9,6 +9,7 @@ use state::users::FairnessSettings;
 use super::events::Micros;
 use super::literal_policies::ReferencePolicy;
 use crate::engine::model::EngineShape;
+use crate::engine::offload::OffloadOptions;
 
 /// Default number of tokens per block in router and engines.
 pub const BLOCK_TOKENS: u32 = 32;
@@ -40,6 +41,8 @@ pub struct SimPlan {
     pub backends: u16,
     /// Batching model, sizes and speeds of each engine.
     pub engine: EngineModel,
+    /// Tiers of each engine below the GPU.
+    pub offload: OffloadOptions,
     /// Settings of disaggregated prefill and decode.
     pub disaggregation: DisaggregationPlan,
     /// Latency goals that requests must meet to count for goodput.
@@ -232,6 +235,7 @@ impl Default for SimPlan {
                 prefill_tokens_per_s: 10_000,
                 decode: Duration::from_millis(20),
             }),
+            offload: OffloadOptions::default(),
             disaggregation: DisaggregationPlan::default(),
             goal: ServiceGoal::default(),
             replicas: 3,

@@ -81,6 +81,10 @@ pub struct RunReport {
     pub output_tokens: u64,
     /// Share of prompt tokens that were found in engines' caches.
     pub hit_rate: f64,
+    /// Shares of prompt tokens that were loaded from CPU memory and from disk, parts of `hit_rate`;
+    /// `None` if none were.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loaded_rate: Option<[f64; 2]>,
     /// Share of prompt tokens that routers predicted to be cached.
     pub predicted_hit_rate: f64,
     /// Hit rate of the pooled cache; `None` if engines have no prefix cache.
@@ -279,6 +283,10 @@ impl RunReport {
             prompt_tokens: tally.prompt_tokens,
             output_tokens: tally.output_tokens,
             hit_rate,
+            loaded_rate: (tally.cpu_tokens + tally.disk_tokens > 0).then(|| {
+                let loaded = [tally.cpu_tokens, tally.disk_tokens];
+                loaded.map(|tokens| ratio(tokens, tally.prompt_tokens))
+            }),
             predicted_hit_rate: ratio(tally.predicted_tokens, tally.prompt_tokens),
             ideal_hit_rate: ideal.map(|ideal| ideal.hit_rate),
             share_of_ideal: ideal

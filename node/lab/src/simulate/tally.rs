@@ -48,6 +48,11 @@ pub struct SimTally {
     pub prompt_tokens: u64,
     /// Number of `prompt_tokens` that were found in a cache.
     pub cached_tokens: u64,
+    /// Number of `cached_tokens` that were loaded from CPU memory. With disaggregation, what prefill
+    /// engines load does not count.
+    pub cpu_tokens: u64,
+    /// Number of `cached_tokens` that were loaded from disk.
+    pub disk_tokens: u64,
     /// Number of `prompt_tokens` that were predicted to be cached.
     pub predicted_tokens: u64,
     /// Number of output tokens generated.

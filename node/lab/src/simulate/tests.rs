@@ -79,6 +79,25 @@ fn a_warm_prefix_is_found_where_it_is() {
 }
 
 #[test]
+fn tiers_below_the_gpu_save_computing_and_runs_repeat() {
+    let workload = mix().generate(1);
+    let mut plan = small();
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.num_gpu_blocks = 40;
+    }
+    let without = run(&plan, &workload);
+    assert_eq!(without.loaded_rate, None);
+    plan.offload.cpu_blocks = 40;
+    plan.offload.disk_blocks = 1000;
+    let tiered = run(&plan, &workload);
+    assert_eq!(json(&tiered), json(&run(&plan, &workload)));
+    let [cpu, disk] = tiered.loaded_rate.unwrap();
+    assert!(cpu > 0.0 && disk > 0.0, "{cpu} and {disk}");
+    assert!(tiered.hit_rate > without.hit_rate);
+    assert!(tiered.ttft_ms.mean < without.ttft_ms.mean);
+}
+
+#[test]
 fn every_policy_serves_all_requests_and_counts_balance() {
     let workload = mix().generate(3);
     for policy in PolicyConfig::defaults() {

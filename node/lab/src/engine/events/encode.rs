@@ -3,7 +3,9 @@
 use bytes::Bytes;
 use rmp::encode as pack;
 
+use super::{EventSource, StepEvents};
 use crate::engine::cache::BlockEvent;
+use crate::engine::offload::{OffloadEvent, OffloadTier, OffloadedBlock};
 use crate::engine::text::BlockContent;
 
 /// Msgpack type that represents an event.
@@ -16,20 +18,40 @@ pub enum EventEncoding {
     Map,
 }
 
+/// Names of the tiers below the GPU in KV events, and the fields that describe their blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::engine) enum OffloadMedia {
+    /// `CPU` and `STORAGE`. As in vLLM, blocks have no extra keys, so that salts are missing.
+    Vllm,
+    /// `CPU_PINNED` and `DISK`. The first block of a prompt has its salt.
+    Sglang,
+}
+
+impl OffloadMedia {
+    fn name(self, tier: OffloadTier) -> &'static str {
+        match (self, tier) {
+            (Self::Vllm, OffloadTier::Cpu) => "CPU",
+            (Self::Vllm, OffloadTier::Disk) => "STORAGE",
+            (Self::Sglang, OffloadTier::Cpu) => "CPU_PINNED",
+            (Self::Sglang, OffloadTier::Disk) => "DISK",
+        }
+    }
+}
+
 /// Encodes a message: the array `[at_s, events, rank]`.
 pub(super) fn payload(
     form: EventEncoding,
-    (block_tokens, rank): (u32, u16),
+    source: EventSource,
     at_s: f64,
-    events: &[BlockEvent],
-    contents: Vec<BlockContent>,
+    events: StepEvents,
 ) -> Bytes {
     let mut out = EventWriter(Vec::with_capacity(256));
-    let mut contents = contents.into_iter();
+    let mut contents = events.contents.into_iter();
     out.array(3);
     pack::write_f64(&mut out.0, at_s).expect(WRITES);
-    out.array(events.len());
-    for event in events {
+    let offloaded: usize = events.offloaded.iter().map(count).sum();
+    out.array(events.blocks.len() + offloaded);
+    for event in &events.blocks {
         match event {
             BlockEvent::Stored { hashes, parent } => {
                 let content = contents.next().unwrap_or(BlockContent {
@@ -37,9 +59,9 @@ pub(super) fn payload(
                     salt: String::new(),
                     adapter: String::new(),
                 });
-                out.stored(form, hashes, *parent, &content, block_tokens);
+                out.stored(form, hashes, *parent, &content, source.block_tokens);
             }
-            BlockEvent::Removed { hash } => out.removed(form, *hash),
+            BlockEvent::Removed { hash } => out.removed(form, &[*hash], GPU),
             BlockEvent::Cleared => match form {
                 EventEncoding::Array => {
                     out.array(1);
@@ -53,11 +75,39 @@ pub(super) fn payload(
             },
         }
     }
-    out.number(rank.into());
+    for event in &events.offloaded {
+        out.offloaded(form, source, event);
+    }
+    out.number(source.rank.into());
     Bytes::from(out.0)
 }
 
+/// Returns the number of encoded events for a change of a tier below the GPU: one per described
+/// block, one for all blocks without a description.
+fn count(event: &OffloadEvent) -> usize {
+    match event {
+        OffloadEvent::Stored(_, blocks) if is_described(blocks) => blocks.len(),
+        OffloadEvent::Stored(..) | OffloadEvent::Removed(..) => 1,
+    }
+}
+
+fn is_described(blocks: &[OffloadedBlock]) -> bool {
+    blocks.iter().all(|block| block.content.is_some())
+}
+
+const GPU: &str = "GPU";
+
 const WRITES: &str = "writing to memory does not fail";
+
+/// Fields that every `BlockStored` has.
+#[derive(Clone, Copy)]
+struct StoredBlocks<'a> {
+    hashes: &'a [u64],
+    parent: Option<u64>,
+    tokens: &'a [u32],
+    block_tokens: u32,
+    medium: &'a str,
+}
 
 struct EventWriter(Vec<u8>);
 
@@ -90,10 +140,22 @@ impl EventWriter {
         }
     }
 
-    fn parent(&mut self, parent: Option<u64>) {
-        match parent {
-            Some(parent) => self.number(parent),
-            None => self.nil(),
+    /// Begins an event of `fields` fields besides its name.
+    fn event(&mut self, form: EventEncoding, name: &str, fields: u32) {
+        match form {
+            EventEncoding::Array => self.array(1 + fields as usize),
+            EventEncoding::Map => {
+                self.map(1 + fields);
+                self.text("type");
+            }
+        }
+        self.text(name);
+    }
+
+    /// Names the next field, if the form has names.
+    fn field(&mut self, form: EventEncoding, name: &str) {
+        if form == EventEncoding::Map {
+            self.text(name);
         }
     }
 
@@ -105,49 +167,135 @@ impl EventWriter {
         content: &BlockContent,
         block_tokens: u32,
     ) {
-        let tokens = content.tokens.iter().map(|token| u64::from(*token));
+        let blocks = StoredBlocks {
+            hashes,
+            parent,
+            tokens: &content.tokens,
+            block_tokens,
+            medium: GPU,
+        };
         match form {
-            EventEncoding::Array => {
-                let has_adapter = !content.adapter.is_empty();
-                self.array(7 + usize::from(has_adapter));
-                self.text("BlockStored");
-                self.numbers(hashes.iter().copied());
-                self.parent(parent);
-                self.numbers(tokens);
-                self.number(block_tokens.into());
-                self.nil();
-                self.text("GPU");
-                if has_adapter {
-                    self.text(&content.adapter);
-                }
-            }
+            EventEncoding::Array => self.stored_array(blocks, &content.adapter),
             EventEncoding::Map => {
-                self.map(11);
-                self.text("type");
-                self.text("BlockStored");
-                self.text("block_hashes");
-                self.numbers(hashes.iter().copied());
-                self.text("parent_block_hash");
-                self.parent(parent);
-                self.text("token_ids");
-                self.numbers(tokens);
-                self.text("block_size");
-                self.number(block_tokens.into());
-                self.text("lora_id");
-                self.nil();
-                self.text("medium");
-                self.text("GPU");
-                self.text("lora_name");
-                match &*content.adapter {
-                    "" => self.nil(),
-                    adapter => self.text(adapter),
-                }
+                self.stored_head(form, blocks, 4);
+                self.lora_name(&content.adapter);
                 self.text("extra_keys");
                 self.extra_keys(hashes.len(), parent.is_none(), content);
+                self.group();
+            }
+        }
+    }
+
+    /// Encodes `BlockStored` as an array, which ends with the adapter's name, if any.
+    fn stored_array(&mut self, blocks: StoredBlocks<'_>, adapter: &str) {
+        let has_adapter = !adapter.is_empty();
+        self.stored_head(EventEncoding::Array, blocks, has_adapter.into());
+        if has_adapter {
+            self.text(adapter);
+        }
+    }
+
+    /// Encodes the fields that every `BlockStored` has. Other `more` fields follow.
+    fn stored_head(&mut self, form: EventEncoding, blocks: StoredBlocks<'_>, more: u32) {
+        self.event(form, "BlockStored", 6 + more);
+        self.field(form, "block_hashes");
+        self.numbers(blocks.hashes.iter().copied());
+        self.field(form, "parent_block_hash");
+        match blocks.parent {
+            Some(parent) => self.number(parent),
+            None => self.nil(),
+        }
+        self.field(form, "token_ids");
+        self.numbers(blocks.tokens.iter().map(|token| u64::from(*token)));
+        self.field(form, "block_size");
+        self.number(blocks.block_tokens.into());
+        self.field(form, "lora_id");
+        self.nil();
+        self.field(form, "medium");
+        self.text(blocks.medium);
+    }
+
+    fn lora_name(&mut self, adapter: &str) {
+        self.text("lora_name");
+        match adapter {
+            "" => self.nil(),
+            adapter => self.text(adapter),
+        }
+    }
+
+    fn group(&mut self) {
+        self.text("group_idx");
+        self.number(0);
+        self.text("kv_cache_spec_kind");
+        self.text("full_attention");
+    }
+
+    /// Encodes a change of a tier below the GPU. Described blocks have events of their own.
+    fn offloaded(&mut self, form: EventEncoding, source: EventSource, event: &OffloadEvent) {
+        match event {
+            OffloadEvent::Removed(tier, hashes) => {
+                self.removed(form, hashes, source.media.name(*tier));
+            }
+            OffloadEvent::Stored(tier, blocks) if is_described(blocks) => {
+                for block in blocks {
+                    if let Some(content) = &block.content {
+                        self.described(form, source, (*tier, block), content);
+                    }
+                }
+            }
+            OffloadEvent::Stored(tier, blocks) => {
+                let hashes: Vec<u64> = blocks.iter().map(|block| block.hash).collect();
+                self.placeholder(form, &hashes, source.media.name(*tier));
+            }
+        }
+    }
+
+    fn described(
+        &mut self,
+        form: EventEncoding,
+        source: EventSource,
+        (tier, block): (OffloadTier, &OffloadedBlock),
+        content: &BlockContent,
+    ) {
+        let blocks = StoredBlocks {
+            hashes: &[block.hash],
+            parent: block.parent,
+            tokens: &content.tokens,
+            block_tokens: source.block_tokens,
+            medium: source.media.name(tier),
+        };
+        let is_first = block.parent.is_none() && !content.salt.is_empty();
+        let has_salt = is_first && source.media == OffloadMedia::Sglang;
+        match form {
+            EventEncoding::Array => self.stored_array(blocks, &content.adapter),
+            EventEncoding::Map => {
+                self.stored_head(form, blocks, 3 + u32::from(has_salt));
+                self.lora_name(&content.adapter);
+                if has_salt {
+                    self.text("cache_salt");
+                    self.text(&content.salt);
+                }
+                self.group();
+            }
+        }
+    }
+
+    /// Encodes blocks without a description, as vLLM does by default: only their hashes are true.
+    fn placeholder(&mut self, form: EventEncoding, hashes: &[u64], medium: &str) {
+        let blocks = StoredBlocks {
+            hashes,
+            parent: None,
+            tokens: &[],
+            block_tokens: 0,
+            medium,
+        };
+        match form {
+            EventEncoding::Array => self.stored_array(blocks, ""),
+            EventEncoding::Map => {
+                self.stored_head(form, blocks, 2);
+                self.lora_name("");
                 self.text("group_idx");
                 self.number(0);
-                self.text("kv_cache_spec_kind");
-                self.text("full_attention");
             }
         }
     }
@@ -173,25 +321,23 @@ impl EventWriter {
         }
     }
 
-    fn removed(&mut self, form: EventEncoding, hash: u64) {
-        match form {
-            EventEncoding::Array => {
-                self.array(3);
-                self.text("BlockRemoved");
-                self.numbers([hash].into_iter());
-                self.text("GPU");
-            }
-            EventEncoding::Map => {
-                self.map(4);
-                self.text("type");
-                self.text("BlockRemoved");
-                self.text("block_hashes");
-                self.numbers([hash].into_iter());
-                self.text("medium");
-                self.text("GPU");
-                self.text("group_idx");
-                self.number(0);
-            }
+    fn removed(&mut self, form: EventEncoding, hashes: &[u64], medium: &str) {
+        self.event(
+            form,
+            "BlockRemoved",
+            2 + u32::from(form == EventEncoding::Map),
+        );
+        self.field(form, "block_hashes");
+        self.numbers(hashes.iter().copied());
+        self.field(form, "medium");
+        self.text(medium);
+        if form == EventEncoding::Map {
+            self.text("group_idx");
+            self.number(0);
         }
     }
 }
+
+#[cfg(test)]
+#[path = "encode_tests.rs"]
+mod tests;

@@ -1,5 +1,7 @@
 //! KV events as vLLM publishes them over ZeroMQ: changes of the blocks in the cache.
 //!
+//! Changes of the tiers below the GPU follow those of the GPU in the message of the same step.
+//!
 //! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
 //! sends topic, sequence number and payload; numbers start at 0 in each run. A ROUTER socket
 //! replays the last ten thousand messages from a given number on. A subscriber that does not keep
@@ -23,8 +25,10 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::cache::BlockEvent;
+use super::offload::OffloadEvent;
 use super::text::BlockContent;
 pub use encode::EventEncoding;
+pub(super) use encode::OffloadMedia;
 pub use faults::{FaultKind, PublisherFaults};
 
 /// Number of messages that can be replayed: vLLM's default.
@@ -47,6 +51,29 @@ pub struct EventsOptions {
     pub faults: PublisherFaults,
 }
 
+/// Changes of an engine's caches in one step.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct StepEvents {
+    /// Changes of the GPU's cache.
+    pub blocks: Vec<BlockEvent>,
+    /// Contents of the [`BlockEvent::Stored`]s, in their order; none of them if sequences do not
+    /// remember theirs.
+    pub contents: Vec<BlockContent>,
+    /// Changes of the tiers below the GPU.
+    pub offloaded: Vec<OffloadEvent>,
+}
+
+/// What all messages of a publisher have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct EventSource {
+    /// Number of tokens per block.
+    pub block_tokens: u32,
+    /// Data-parallel rank of the publisher.
+    pub rank: u16,
+    /// Names of the tiers below the GPU.
+    pub media: OffloadMedia,
+}
+
 /// Message with its sequence number.
 #[derive(Debug, Clone)]
 struct PublishedMessage {
@@ -58,8 +85,7 @@ struct PublishedMessage {
 #[derive(Debug)]
 pub(super) struct Publisher {
     form: EventEncoding,
-    block_tokens: u32,
-    rank: u16,
+    source: EventSource,
     events_at: SocketAddr,
     replay_at: Option<SocketAddr>,
     inner: Mutex<PublisherInner>,
@@ -79,7 +105,7 @@ impl Publisher {
     /// Binds the sockets and serves them in the background until `stop` is cancelled.
     pub(super) async fn start(
         options: &EventsOptions,
-        (block_tokens, rank): (u32, u16),
+        source: EventSource,
         stop: &CancellationToken,
         tasks: &TaskTracker,
     ) -> io::Result<Arc<Self>> {
@@ -90,8 +116,7 @@ impl Publisher {
         };
         let publisher = Arc::new(Self {
             form: options.form,
-            block_tokens,
-            rank,
+            source,
             events_at: events.local_addr()?,
             replay_at: replay.as_ref().map(TcpListener::local_addr).transpose()?,
             inner: Mutex::new(PublisherInner {
@@ -123,22 +148,11 @@ impl Publisher {
 
     /// Publishes a step's events as one message, if there are any. Returns the fault to inject into
     /// the engine.
-    pub(super) fn publish(
-        &self,
-        at_s: f64,
-        events: &[BlockEvent],
-        contents: Vec<BlockContent>,
-    ) -> FaultKind {
-        if events.is_empty() {
+    pub(super) fn publish(&self, at_s: f64, events: StepEvents) -> FaultKind {
+        if events.blocks.is_empty() && events.offloaded.is_empty() {
             return FaultKind::Nothing;
         }
-        let payload = encode::payload(
-            self.form,
-            (self.block_tokens, self.rank),
-            at_s,
-            events,
-            contents,
-        );
+        let payload = encode::payload(self.form, self.source, at_s, events);
         let mut inner = self.lock();
         let message = PublishedMessage {
             seq: inner.next_seq,

@@ -6,6 +6,7 @@ use serde_json::json;
 use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, SubSocket};
 
 use super::*;
+use crate::engine::offload::OffloadOptions;
 use crate::engine::tests::ask;
 use crate::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 
@@ -97,6 +98,40 @@ async fn a_zeromq_library_reads_both_event_encodings() {
         assert_eq!(stored.keys.salt.as_deref(), salt);
         let replayed = replay(&engine, seq).await;
         assert_eq!(replayed[0], (seq, events));
+        engine.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn events_of_tiers_follow_those_of_the_gpu_in_a_message() {
+    for is_described in [false, true] {
+        let engine = EmulatedEngine::start(EngineOptions {
+            speed: 1000.0,
+            offload: OffloadOptions {
+                cpu_blocks: 64,
+                is_described,
+                ..OffloadOptions::default()
+            },
+            events: Some(EventsOptions {
+                events: ([127, 0, 0, 1], 0).into(),
+                replay: Some(([127, 0, 0, 1], 0).into()),
+                form: EventEncoding::Map,
+                faults: PublisherFaults::default(),
+            }),
+            ..EngineOptions::default()
+        });
+        let engine = engine.await.unwrap();
+        complete(&engine, &"a".repeat(256), "").await;
+        let replayed = replay(&engine, 0).await;
+        let stored = replayed[0].1.iter().map(|event| match event {
+            EngineEvent::Stored(stored) => (stored.hashes.len(), stored.tokens.len()),
+            other => panic!("{other:?}"),
+        });
+        let expected = match is_described {
+            false => vec![(2, 64), (2, 0)],
+            true => vec![(2, 64), (1, 32), (1, 32)],
+        };
+        assert_eq!(stored.collect::<Vec<_>>(), expected);
         engine.stop().await;
     }
 }

@@ -256,7 +256,7 @@ impl<'a> SimWorld<'a> {
         let weights = workload.users.iter().map(|user| user.weight_milli);
         let service = ServiceAccounts::new(plan.prices, weights);
         let places: Vec<ReplicaPlace> = (1..=plan.replicas).map(place).collect();
-        let engines = (0..plan.backends).map(|_| SimEngine::new(&plan.engine));
+        let engines = (0..plan.backends).map(|_| SimEngine::new(&plan.engine, &plan.offload));
         let mut engines: Vec<SimEngine> = engines.collect();
         warm::fill(&mut engines, &workload.warm);
         let names = || workload.users.iter().map(|user| user.name.as_str());

@@ -393,6 +393,8 @@ impl SimWorld<'_> {
             let waited = self.now - request.arrived;
             self.tally
                 .first_token(self.now, waited, prompt.tokens, cached);
+            self.tally.cpu_tokens += u64::from(served.found.cpu);
+            self.tally.disk_tokens += u64::from(served.found.disk);
             request.computed = uncached;
         }
         let output = served.output_tokens.saturating_sub(request.served_output);
