@@ -21,7 +21,8 @@ use state::command::{
 use state::ids::{
     AttemptId, BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::policy::{Candidate, PolicyConfig, PolicyRequest, Prices, choose};
+use state::kv_events::LowerTierBlocks;
+use state::policy::{Candidate, LoadPrices, PolicyConfig, PolicyRequest, Prices, choose};
 use state::prefix::{BlockHasher, Scope, chain_bytes, chain_tokens};
 
 criterion_group! {
@@ -111,7 +112,10 @@ fn candidate(slot: u16) -> Candidate {
             decode_ns_per_request: 500_000,
             prefill_range_ns: Some((prefill_ns_per_token - 5_000, prefill_ns_per_token + 5_000)),
             decode_range_ns: None,
+            load: LoadPrices::ASSUMED,
         }),
+        loaded: LowerTierBlocks::default(),
+        evicts_to: None,
         waiting: (noise >> 20) as u32 % 4,
         pending_prefill_tokens: (noise >> 30) % 50_000,
         kv_usage_permille: (noise >> 50) as u32 % 1000,

@@ -6,7 +6,9 @@ use proptest::prelude::*;
 use state::codec::{decode_envelope, encode_envelope, item_bytes};
 use state::command::{Command, Envelope, Item, Lane};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
-use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
+use state::kv_events::{
+    KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate, LowerTier,
+};
 
 fn item(rank: u16, news: KvUpdate) -> Item {
     Item::KvEvents(KvBatch {
@@ -66,6 +68,21 @@ fn every_kv_event_encodes_to_golden_bytes() {
             parent: EngineHash(7),
         },
     ];
+    let below = vec![
+        KvEvent::TierStored {
+            tier: LowerTier::Cpu,
+            parent: Some(EngineHash(7)),
+            blocks: vec![(EngineHash(1), BlockHash(2))],
+        },
+        KvEvent::TierCopied {
+            tier: LowerTier::Disk,
+            blocks: vec![EngineHash(9), EngineHash(8)],
+        },
+        KvEvent::TierRemoved {
+            tier: LowerTier::Store,
+            blocks: vec![EngineHash(9)],
+        },
+    ];
     let size = KvRejection::BlockSize {
         engine: 16,
         router: 128,
@@ -79,6 +96,7 @@ fn every_kv_event_encodes_to_golden_bytes() {
     let items = [
         item(0, KvUpdate::Begin),
         item(0, KvUpdate::Message(message(all))),
+        item(0, KvUpdate::Message(message(below))),
         item(3, KvUpdate::Message(part)),
         item(0, KvUpdate::Current { seq: None }),
         item(0, KvUpdate::Current { seq: Some(300) }),
@@ -95,6 +113,7 @@ fn every_kv_event_encodes_to_golden_bytes() {
     expect![[r#"
         06020100b4ca93c19f34
         4e020100b4ca93c19f34ac02efcdab8967452301000508010000000000000000000000010000000c070000000000000001000000000000000000000001000000110900000000000000080000000000000002070700000000000000
+        4e020100b4ca93c19f34ac02efcdab89674523010003030c0700000000000000010000000000000002000000000000000b120900000000000000080000000000000013090900000000000000
         8e020103b4ca93c19f34ac02efcdab89674523010100
         16020100b4ca93c19f34
         56020100b4ca93c19f34ac02
@@ -120,6 +139,22 @@ fn a_block_takes_the_bytes_of_its_hashes() {
     assert_eq!((cost(10) - 160, cost(1000) - 16_000), (31, 33));
 }
 
+/// Generates any event of a tier below the GPU.
+fn below() -> impl Strategy<Value = KvEvent> {
+    let tier = (0_usize..3).prop_map(|tier| LowerTier::ALL[tier]);
+    let names = prop::collection::vec(any::<u64>().prop_map(EngineHash), 0..40);
+    (tier, any::<Option<u64>>(), names, 0_u8..3).prop_map(|(tier, parent, blocks, kind)| match kind
+    {
+        0 => KvEvent::TierStored {
+            tier,
+            parent: parent.map(EngineHash),
+            blocks: (blocks.iter().map(|name| (*name, BlockHash(name.0 ^ 5)))).collect(),
+        },
+        1 => KvEvent::TierCopied { tier, blocks },
+        _ => KvEvent::TierRemoved { tier, blocks },
+    })
+}
+
 fn event() -> impl Strategy<Value = KvEvent> {
     let removed = prop::collection::vec(any::<u64>(), 0..40)
         .prop_map(|blocks| blocks.into_iter().map(EngineHash).collect())
@@ -127,6 +162,7 @@ fn event() -> impl Strategy<Value = KvEvent> {
     prop_oneof![
         (any::<Option<u64>>(), 0_u64..40).prop_map(|(parent, count)| stored(parent, count)),
         removed,
+        below(),
         Just(KvEvent::Cleared),
         any::<u64>().prop_map(|parent| KvEvent::LeftOut {
             parent: EngineHash(parent),

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use crate::ids::{BlockHash, EngineHash};
+use crate::kv_events::tiers::{LOWER_TIERS, LowerTier};
 use crate::ownership::index::HashLookup;
 
 /// Number of entries per chunk. Copying a chunk takes about four microseconds.
@@ -34,15 +35,17 @@ pub(super) struct CachedBlock {
     /// Entries without a parent are in no list.
     pub(super) next: u32,
     pub(super) prev: u32,
-    /// Number of physical blocks that hold the block. A block with 0 is gone, but kept because
-    /// others follow it.
+    /// Number of physical blocks of the GPU that hold the block.
     pub(super) copies: u32,
-    /// Whether the block is foreign and thus never owned; see "Blocks that only look alike" in the
-    /// documentation of [`crate::kv_events`].
-    pub(super) is_foreign: bool,
-    /// Whether the block is reported to [`crate::ownership`].
-    pub(super) is_reported: bool,
+    /// Number of copies on each tier below the GPU. Saturates, at 1 below the host's memory.
+    pub(super) lower: [u8; LOWER_TIERS],
+    /// [`FOREIGN`], and one bit for each level at which the block is reported.
+    pub(super) flags: u8,
 }
+
+/// Flag of a foreign block, which is never owned; see "Blocks that only look alike" in the
+/// documentation of [`crate::kv_events`].
+const FOREIGN: u8 = 1 << 7;
 
 impl CachedBlock {
     const EMPTY: Self = Self {
@@ -53,9 +56,51 @@ impl CachedBlock {
         next: NONE,
         prev: NONE,
         copies: 0,
-        is_foreign: false,
-        is_reported: false,
+        lower: [0; LOWER_TIERS],
+        flags: 0,
     };
+
+    /// Creates a block without copies behind the entry `parent`.
+    pub(super) fn new(engine: EngineHash, router: BlockHash, parent: u32) -> Self {
+        Self {
+            engine,
+            router,
+            parent,
+            ..Self::EMPTY
+        }
+    }
+
+    pub(super) fn is_foreign(&self) -> bool {
+        self.flags & FOREIGN != 0
+    }
+
+    pub(super) fn set_foreign(&mut self) {
+        self.flags |= FOREIGN;
+    }
+
+    /// Whether the block is reported at `level`: to [`crate::ownership`] at level 0, to
+    /// [`crate::kv_events::tiers`] at others.
+    pub(super) fn is_reported(&self, level: usize) -> bool {
+        self.flags & 1 << level != 0
+    }
+
+    pub(super) fn set_reported(&mut self, level: usize, is_reported: bool) {
+        self.flags = self.flags & !(1 << level) | u8::from(is_reported) << level;
+    }
+
+    /// Whether a tier up to `level` holds the block.
+    pub(super) fn is_held(&self, level: usize) -> bool {
+        self.copies > 0 || self.lower[..level].iter().any(|copies| *copies > 0)
+    }
+
+    /// Whether no tier holds the block. It is then kept because others follow it.
+    pub(super) fn is_gone(&self) -> bool {
+        !self.is_held(LOWER_TIERS)
+    }
+
+    pub(super) fn is_on(&self, tier: LowerTier) -> bool {
+        self.lower[tier.at()] > 0
+    }
 }
 
 pub(super) type BlockChunk = [CachedBlock; CHUNK_ENTRIES];

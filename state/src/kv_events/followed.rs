@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use crate::kv_events::status::{KvMap, KvRankStatus, KvStatus};
 use crate::kv_events::stream::{RankStream, ReportedOwnership, UnknownCause};
+use crate::kv_events::tiers::{LowerTierBlocks, TierIndexes};
 use crate::kv_events::{
     KV_BLOCKS_PER_BATCH_MAX, KV_CONFIRM_MS_MAX, KV_ENTRIES_MAX, KV_ENTRIES_PER_BACKEND_MAX,
     KV_RANKS_MAX, KvBatch, KvCondition, KvMode, KvPosition, KvUncertainty, KvUpdate,
@@ -69,7 +70,7 @@ impl FollowedBackends {
         &mut self,
         backend: BackendRef,
         batch: &KvBatch,
-        ownership: &mut Ownership,
+        (ownership, tiers): (&mut Ownership, &mut TierIndexes),
     ) -> Option<KvChanges> {
         if batch.blocks() > KV_BLOCKS_PER_BATCH_MAX {
             return None;
@@ -88,7 +89,8 @@ impl FollowedBackends {
         let room = per_backend.min(all.saturating_sub(of_others));
         let mut changes = KvChanges::default();
         let before = followed.condition();
-        followed.apply(batch, room, ownership, &mut changes.closed_lease_tips);
+        let closed = &mut changes.closed_lease_tips;
+        followed.apply(batch, room, (ownership, tiers), closed);
         changes.is_condition_changed = is_first || followed.condition() != before;
         self.entries = of_others + followed.entries();
         Some(changes)
@@ -224,13 +226,13 @@ impl FollowedBackends {
         streams.map(|it| it.tree.memory_bytes() as u64).sum()
     }
 
-    /// Returns the blocks that the ranks in `slot` report to the ownership, once per rank.
-    pub(crate) fn reports(&self, slot: Slot) -> Vec<BlockHash> {
+    /// Returns the blocks that the ranks in `slot` report at `level`, once per rank.
+    pub(crate) fn reports(&self, level: usize, slot: Slot) -> Vec<BlockHash> {
         let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
         let entries = ranks.into_iter().flatten();
         let entries = entries.flat_map(|(_, it)| it.tree.entries.iter());
         entries
-            .filter(|(_, entry)| entry.is_reported)
+            .filter(|(_, entry)| entry.is_reported(level))
             .map(|(_, entry)| entry.router)
             .collect()
     }
@@ -263,7 +265,7 @@ impl FollowedBackend {
         &mut self,
         batch: &KvBatch,
         room: u64,
-        ownership: &mut Ownership,
+        (ownership, tiers): (&mut Ownership, &mut TierIndexes),
         closed_lease_tips: &mut Vec<BlockHash>,
     ) {
         let (slot, rank) = (self.backend.slot, batch.rank);
@@ -271,6 +273,7 @@ impl FollowedBackend {
         let of_others: u64 = others.map(|(_, it)| u64::from(it.tree.len())).sum();
         let mut show = ReportedOwnership {
             ownership,
+            tiers,
             slot,
             is_reporting: self.is_reporting,
             is_only_rank: self.ranks.keys().all(|other| *other == rank),
@@ -315,7 +318,7 @@ impl FollowedBackend {
         if self.is_reporting && !self.ranks.values().all(RankStream::is_known) {
             self.is_reporting = false;
             self.pending_releases.clear();
-            show.ownership.clear(show.slot, show.closed_lease_tips);
+            show.clear();
             self.ranks.values_mut().for_each(RankStream::hidden);
         }
     }
@@ -339,8 +342,10 @@ impl RankStream {
             condition: self.condition(),
             last_seq: position.last.map(|(seq, _)| seq),
             blocks: self.tree.live(),
-            unowned_blocks: self.tree.live() - self.tree.reported(),
+            unowned_blocks: self.tree.live() - self.tree.reported(0),
             unrooted_blocks: self.unrooted(),
+            lower_tier_blocks: LowerTierBlocks::from(self.tree.lower()),
+            lower_tier_blocks_left_out: self.left_out_below(),
         }
     }
 }

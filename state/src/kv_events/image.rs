@@ -11,6 +11,7 @@ use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use crate::kv_events::entries::{CHUNK_ENTRIES, CachedBlock, CachedBlocks, NONE};
 use crate::kv_events::followed::{FADING_STEPS_MAX, FollowedBackend, FollowedBackends};
 use crate::kv_events::stream::{RankStream, StreamProgress};
+use crate::kv_events::tiers::{LEVELS, LOWER_TIERS, TierIndexes};
 use crate::kv_events::{KV_ENTRIES_MAX, KV_RANKS_MAX};
 
 /// Content of one piece of an image.
@@ -36,7 +37,7 @@ struct SavedBlock {
     router: BlockHash,
     parent: Option<u32>,
     copies: u32,
-    /// Bit 0 marks a foreign block, bit 1 a reported one.
+    lower: [u8; LOWER_TIERS],
     flags: u8,
 }
 
@@ -126,6 +127,20 @@ impl FollowedBackends {
         self.check()
     }
 
+    /// Builds the indexes of the levels below the GPU, which follow from the blocks.
+    pub(crate) fn tier_indexes(&self) -> TierIndexes {
+        let mut tiers = TierIndexes::default();
+        for (slot, followed) in &self.followed {
+            for stream in followed.ranks.values() {
+                let levels = stream.levels();
+                for level in (1..LEVELS).filter(|level| levels[*level]) {
+                    stream.tree.report_to(&mut tiers, *slot, level);
+                }
+            }
+        }
+        tiers
+    }
+
     /// Checks I22: for each followed backend, the reported blocks are exactly those that a rank
     /// holds along with every block before them, and none while a rank is unknown. Counts, sums and
     /// bounds agree. An error describes the first violation.
@@ -141,7 +156,8 @@ impl FollowedBackends {
                 return Err(format!("slot {slot}: known {is_known}, or out of bounds"));
             }
             for (rank, stream) in &followed.ranks {
-                let is_sound = stream.tree.check(followed.is_reporting);
+                let levels = stream.levels().map(|is_on| is_on && followed.is_reporting);
+                let is_sound = stream.tree.check(levels);
                 is_sound.map_err(|what| format!("rank {rank} of slot {slot}: {what}"))?;
                 if !stream.is_known() && stream.tree.len() > 0 {
                     return Err(format!("rank {rank} of slot {slot} is unknown, not empty"));
@@ -176,21 +192,17 @@ impl SavedBlock {
             router: entry.router,
             parent: (entry.parent != NONE).then_some(entry.parent),
             copies: entry.copies,
-            flags: u8::from(entry.is_foreign) | u8::from(entry.is_reported) << 1,
+            lower: entry.lower,
+            flags: entry.flags,
         }
     }
 
     fn entry(self) -> CachedBlock {
         CachedBlock {
-            engine: self.engine,
-            router: self.router,
-            parent: self.parent.unwrap_or(NONE),
-            first_child: NONE,
-            next: NONE,
-            prev: NONE,
             copies: self.copies,
-            is_foreign: self.flags & 1 != 0,
-            is_reported: self.flags & 2 != 0,
+            lower: self.lower,
+            flags: self.flags,
+            ..CachedBlock::new(self.engine, self.router, self.parent.unwrap_or(NONE))
         }
     }
 }

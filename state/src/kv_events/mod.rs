@@ -43,6 +43,7 @@ mod image;
 mod predicted_evictions;
 mod status;
 mod stream;
+pub(crate) mod tiers;
 mod tree;
 
 #[cfg(all(test, not(loom)))]
@@ -56,6 +57,7 @@ pub(crate) use image::FollowedImage;
 pub(crate) use predicted_evictions::CacheFill;
 pub use predicted_evictions::{ComingEvictions, EvictionsView};
 pub use status::{KvCondition, KvMap, KvMode, KvRankStatus, KvReason, KvStatus};
+pub use tiers::{LOWER_TIERS, LowerTier, LowerTierBlocks};
 
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 
@@ -99,7 +101,10 @@ impl KvBatch {
         };
         let blocks = message.events.iter().map(|event| match event {
             KvEvent::Stored { blocks, .. } => blocks.len(),
-            KvEvent::Removed { blocks } => blocks.len(),
+            KvEvent::TierStored { blocks, .. } => blocks.len(),
+            KvEvent::Removed { blocks }
+            | KvEvent::TierCopied { blocks, .. }
+            | KvEvent::TierRemoved { blocks, .. } => blocks.len(),
             KvEvent::LeftOut { .. } => 1,
             KvEvent::Cleared => 0,
         });
@@ -210,6 +215,31 @@ pub enum KvEvent {
     LeftOut {
         /// Block before the first of those left out.
         parent: EngineHash,
+    },
+    /// Blocks were stored on a tier below the GPU. Unlike [`Self::TierCopied`], the engine described
+    /// them, so that they need not be known.
+    TierStored {
+        /// Tier that holds the blocks.
+        tier: LowerTier,
+        /// Block before the first of `blocks`; `None` if that one starts a prompt.
+        parent: Option<EngineHash>,
+        /// Blocks in order, each with the engine's and the router's hash.
+        blocks: Vec<(EngineHash, BlockHash)>,
+    },
+    /// Blocks were copied to a tier below the GPU. The engine only named them, as vLLM's
+    /// `OffloadingConnector` does by default; unknown ones are left out.
+    TierCopied {
+        /// Tier that holds the blocks.
+        tier: LowerTier,
+        /// Engine's hashes of the blocks.
+        blocks: Vec<EngineHash>,
+    },
+    /// Blocks were removed from a tier below the GPU.
+    TierRemoved {
+        /// Tier that held the blocks.
+        tier: LowerTier,
+        /// Engine's hashes of the removed blocks.
+        blocks: Vec<EngineHash>,
     },
 }
 

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 use crate::kv_events::entries::CachedBlocks;
+use crate::kv_events::tiers::LowerTierBlocks;
 use crate::kv_events::{KvRejection, KvUncertainty};
 
 /// Source of a backend's ownership.
@@ -137,6 +138,11 @@ pub struct KvRankStatus {
     /// Number of blocks left out since the run began or was cleared, because the block before them
     /// is unknown.
     pub unrooted_blocks: u64,
+    /// Number of blocks on each tier below the GPU. A block on two tiers counts on both.
+    pub lower_tier_blocks: LowerTierBlocks,
+    /// Number of blocks left out on these tiers since the run began or was cleared, because the
+    /// engine only named them and they are unknown, or because there are too many.
+    pub lower_tier_blocks_left_out: u64,
 }
 
 /// Image of one rank's blocks, which maps the engine's hashes to the router's. Cheap to take, and

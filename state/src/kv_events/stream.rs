@@ -4,6 +4,7 @@ use bincode::{Decode, Encode};
 
 use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::kv_events::entries::NONE;
+use crate::kv_events::tiers::{LEVELS, LOWER_TIERS, LowerTier, TierIndexes};
 use crate::kv_events::tree::{BlockTree, StoreResult};
 use crate::kv_events::{
     KvCondition, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRejection, KvUncertainty,
@@ -13,6 +14,8 @@ use crate::ownership::{Ownership, ReportRejection};
 /// The ownership of one backend, to which a rank reports its blocks.
 pub(super) struct ReportedOwnership<'a> {
     pub(super) ownership: &'a mut Ownership,
+    /// Indexes of the levels below the GPU.
+    pub(super) tiers: &'a mut TierIndexes,
     pub(super) slot: Slot,
     /// Whether blocks are reported. This requires that the cache of every rank is known.
     pub(super) is_reporting: bool,
@@ -22,6 +25,35 @@ pub(super) struct ReportedOwnership<'a> {
     pub(super) room: u64,
     /// Tips of open leases that are closed because their blocks were removed.
     pub(super) closed_lease_tips: &'a mut Vec<BlockHash>,
+}
+
+impl ReportedOwnership<'_> {
+    fn report(
+        &mut self,
+        level: usize,
+        parent: Option<BlockHash>,
+        block: BlockHash,
+    ) -> Result<(), ReportRejection> {
+        let closed = &mut *self.closed_lease_tips;
+        match level {
+            0 => self.ownership.report(self.slot, parent, block, closed),
+            _ => (self.tiers.at(level)).report(self.slot, parent, block, closed),
+        }
+    }
+
+    fn unreport(&mut self, level: usize, block: BlockHash) {
+        let closed = &mut *self.closed_lease_tips;
+        match level {
+            0 => self.ownership.unreport(self.slot, block, closed),
+            _ => self.tiers.at(level).unreport(self.slot, block, closed),
+        }
+    }
+
+    /// Removes all blocks of the backend.
+    pub(super) fn clear(&mut self) {
+        self.ownership.clear(self.slot, self.closed_lease_tips);
+        self.tiers.clear(self.slot);
+    }
 }
 
 /// Reason why a rank's cache is unknown.
@@ -55,12 +87,26 @@ pub(super) struct StreamProgress {
     /// Number of blocks left out because the block before them is unknown, since the run began or
     /// was cleared.
     unrooted: u64,
+    /// Tiers below the GPU on which the engine has reported a block since the run began or was
+    /// cleared.
+    tiers: [bool; LOWER_TIERS],
+    /// Number of blocks left out on these tiers, because the blocks are unknown or too many.
+    left_out_below: u64,
 }
 
 /// Event stream and cache of one rank; see the module documentation.
 pub(super) struct RankStream {
     pub(super) progress: StreamProgress,
     pub(super) tree: BlockTree,
+}
+
+impl StreamProgress {
+    /// Starts over with an empty cache, which is unknown for `unknown_cause`, if any.
+    fn restart(&mut self, unknown_cause: Option<UnknownCause>) {
+        (self.unknown_cause, self.incomplete_cause) = (unknown_cause, None);
+        (self.unrooted, self.left_out_below) = (0, 0);
+        self.tiers = [false; LOWER_TIERS];
+    }
 }
 
 impl RankStream {
@@ -75,6 +121,8 @@ impl RankStream {
             incomplete_cause: None,
             unknown_cause: None,
             unrooted: 0,
+            tiers: [false; LOWER_TIERS],
+            left_out_below: 0,
         };
         Self::of(slot, rank, progress)
     }
@@ -125,6 +173,16 @@ impl RankStream {
         self.progress.unrooted
     }
 
+    pub(super) fn left_out_below(&self) -> u64 {
+        self.progress.left_out_below
+    }
+
+    /// Returns for each level whether blocks are reported at it, if any are.
+    pub(super) fn levels(&self) -> [bool; LEVELS] {
+        let [cpu, disk, store] = self.progress.tiers;
+        [true, cpu, disk, store]
+    }
+
     pub(super) fn doubt(&mut self, doubt: KvUncertainty) {
         self.progress.doubt = Some(doubt);
     }
@@ -155,8 +213,7 @@ impl RankStream {
             self.empty(show);
         }
         self.tree = self.tree.emptied();
-        let it = &mut self.progress;
-        (it.unknown_cause, it.incomplete_cause, it.unrooted) = (Some(unknown_cause), None, 0);
+        self.progress.restart(Some(unknown_cause));
     }
 
     /// Applies a message if it is the next one or follows lost ones, and its reader knew every block
@@ -218,8 +275,31 @@ impl RankStream {
                     }
                 }
             }
-            KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::LeftOut { .. } => {}
+            KvEvent::TierStored {
+                tier,
+                parent,
+                blocks,
+            } if self.is_known() => self.stored_below(*tier, *parent, blocks, show),
+            KvEvent::TierCopied { tier, blocks } if self.is_known() => {
+                for block in blocks {
+                    match self.tree.find(*block) {
+                        Some(index) => self.copied(index, *tier, show),
+                        None => self.progress.left_out_below += 1,
+                    }
+                }
+            }
+            KvEvent::TierRemoved { tier, blocks } if self.is_known() => {
+                for block in blocks {
+                    if let Some(index) = self.tree.find(*block)
+                        && self.tree.take_from(index, *tier)
+                    {
+                        self.settle(index, show);
+                        self.tree.prune(index);
+                    }
+                }
+            }
             KvEvent::Cleared => self.cleared(show),
+            _ => {}
         }
     }
 
@@ -250,15 +330,13 @@ impl RankStream {
                     StoreResult::Full => return,
                     StoreResult::Copy(index) => index,
                     StoreResult::Fresh(index) => {
-                        if !self.show(index, show) {
+                        if !self.settle(index, show) {
                             return self.become_unknown(UnknownCause::TooManyBlocks, show);
                         }
                         index
                     }
                     StoreResult::Contradiction(index) => {
-                        self.progress.incomplete_cause = Some(IncompleteCause::Contradiction);
-                        self.hide(index, show);
-                        self.tree.set_foreign(index);
+                        self.contradicted(index, show);
                         index
                     }
                 };
@@ -270,9 +348,87 @@ impl RankStream {
         if let Some(index) = self.tree.find(block)
             && self.tree.take_copy(index) == 0
         {
-            self.hide(index, show);
+            self.settle(index, show);
             self.tree.prune(index);
         }
+    }
+
+    /// Adds blocks that the engine stored on a lower tier, with all that identifies them. What is
+    /// known of them already counts more.
+    fn stored_below(
+        &mut self,
+        tier: LowerTier,
+        parent: Option<EngineHash>,
+        blocks: &[(EngineHash, BlockHash)],
+        show: &mut ReportedOwnership<'_>,
+    ) {
+        let mut behind = NONE;
+        if let Some(parent) = parent {
+            let Some(index) = self.tree.find(parent) else {
+                self.progress.left_out_below += blocks.len() as u64;
+                return;
+            };
+            behind = index;
+        }
+        // Lower tiers leave room for the blocks of the GPU, without which they are useless.
+        let room = show.room / 4 * 3;
+        for (nth, block) in blocks.iter().enumerate() {
+            behind = match self.tree.find(block.0) {
+                Some(index) => index,
+                None if u64::from(self.tree.len()) < room => {
+                    match self.tree.insert_below(tier, *block, behind) {
+                        StoreResult::Fresh(index) => {
+                            self.begin_tier(tier, show);
+                            self.settle(index, show);
+                            behind = index;
+                            continue;
+                        }
+                        _ => return,
+                    }
+                }
+                None => {
+                    self.progress.left_out_below += (blocks.len() - nth) as u64;
+                    return;
+                }
+            };
+            self.copied(behind, tier, show);
+        }
+    }
+
+    /// Adds a copy of a block on `tier`.
+    fn copied(&mut self, index: u32, tier: LowerTier, show: &mut ReportedOwnership<'_>) {
+        self.begin_tier(tier, show);
+        if self.tree.copy(index, tier) {
+            self.settle(index, show);
+        }
+    }
+
+    /// Begins the level of `tier` with the blocks of faster tiers, if it has not begun.
+    fn begin_tier(&mut self, tier: LowerTier, show: &mut ReportedOwnership<'_>) {
+        if !std::mem::replace(&mut self.progress.tiers[tier.at()], true) {
+            self.show_level(1 + tier.at(), show);
+        }
+    }
+
+    /// Reports a block, and those behind it, at the levels at which they are owned now, and ends the
+    /// reports at others. Returns `false` if the ownership lacks room.
+    fn settle(&mut self, index: u32, show: &mut ReportedOwnership<'_>) -> bool {
+        let levels = self.levels();
+        (0..LEVELS).filter(|level| levels[*level]).all(|level| {
+            let entry = *self.tree.entries.get(index);
+            if self.tree.is_owned(level, &entry) {
+                return self.show(level, index, show);
+            }
+            self.hide(level, index, show);
+            true
+        })
+    }
+
+    /// Marks a block as foreign, because the engine's events contradict each other about it.
+    fn contradicted(&mut self, index: u32, show: &mut ReportedOwnership<'_>) {
+        self.progress.incomplete_cause = Some(IncompleteCause::Contradiction);
+        (0..LEVELS).for_each(|level| self.hide(level, index, show));
+        self.tree.set_foreign(index);
     }
 
     /// Empties the cache after the engine cleared its own. The cache is then known. Does nothing if
@@ -282,18 +438,17 @@ impl RankStream {
             return;
         }
         self.empty(show);
-        let it = &mut self.progress;
-        (it.unknown_cause, it.incomplete_cause, it.unrooted) = (None, None, 0);
+        self.progress.restart(None);
     }
 
     /// Removes all blocks of this rank and, if the backend has no other rank, also those implied by
     /// leases.
     pub(super) fn empty(&mut self, show: &mut ReportedOwnership<'_>) {
         if show.is_only_rank {
-            show.ownership.clear(show.slot, show.closed_lease_tips);
+            show.clear();
         } else if show.is_reporting {
             for root in self.tree.roots() {
-                self.hide(root, show);
+                (0..LEVELS).for_each(|level| self.hide(level, root, show));
             }
         }
         self.tree = self.tree.emptied();
@@ -301,69 +456,76 @@ impl RankStream {
 
     /// Reports the owned part of the whole cache. Returns `false` if the ownership lacks room.
     pub(super) fn show_all(&mut self, show: &mut ReportedOwnership<'_>) -> bool {
-        self.tree
-            .roots()
-            .into_iter()
-            .all(|root| self.show(root, show))
+        let levels = self.levels();
+        (0..LEVELS)
+            .filter(|level| levels[*level])
+            .all(|level| self.show_level(level, show))
+    }
+
+    fn show_level(&mut self, level: usize, show: &mut ReportedOwnership<'_>) -> bool {
+        let mut roots = self.tree.roots().into_iter();
+        roots.all(|root| self.show(level, root, show))
     }
 
     /// Marks all blocks as unreported, after the ownership has cleared the backend's blocks.
     pub(super) fn hidden(&mut self) {
         for root in self.tree.roots() {
-            for index in self.tree.reported_descendants(root) {
-                self.tree.set_reported(index, false);
+            for level in 0..LEVELS {
+                for index in self.tree.reported_descendants(level, root) {
+                    self.tree.set_reported(level, index, false);
+                }
             }
         }
     }
 
-    /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room.
-    fn show(&mut self, top: u32, show: &mut ReportedOwnership<'_>) -> bool {
+    /// Reports the blocks newly owned at `level`, at and behind `top`. Returns `false` if there is no
+    /// room.
+    fn show(&mut self, level: usize, top: u32, show: &mut ReportedOwnership<'_>) -> bool {
         if !show.is_reporting {
             return true;
         }
-        let mut has_room = true;
-        let progress = &mut self.progress;
+        if level > 0 {
+            show.tiers.begin(level, show.slot);
+        }
+        let (mut has_room, mut contradictions) = (true, Vec::new());
         self.tree.visit_descendants(top, |tree, index| {
             let entry = *tree.entries.get(index);
-            if !has_room || entry.is_reported || !tree.is_owned(&entry) {
+            if !has_room || entry.is_reported(level) || !tree.is_owned(level, &entry) {
                 return false;
             }
             let parent = (entry.parent != NONE).then(|| tree.entries.get(entry.parent).router);
-            let closed_lease_tips = &mut *show.closed_lease_tips;
-            match show
-                .ownership
-                .report(show.slot, parent, entry.router, closed_lease_tips)
-            {
-                Ok(()) => tree.set_reported(index, true),
+            match show.report(level, parent, entry.router) {
+                Ok(()) => tree.set_reported(level, index, true),
                 Err(ReportRejection::Contradiction) => {
-                    progress.incomplete_cause = Some(IncompleteCause::Contradiction);
-                    tree.set_foreign(index);
+                    contradictions.push(index);
                     return false;
                 }
                 Err(ReportRejection::NoRoom) => has_room = false,
             }
             has_room
         });
+        for index in contradictions {
+            self.contradicted(index, show);
+        }
         has_room
     }
 
-    /// Ends the reports of `top` and of everything behind it, deepest first.
-    fn hide(&mut self, top: u32, show: &mut ReportedOwnership<'_>) {
+    /// Ends the reports of `top` at `level`, and of everything behind it, deepest first.
+    fn hide(&mut self, level: usize, top: u32, show: &mut ReportedOwnership<'_>) {
         if self.tree.entries.get(top).first_child == NONE {
-            self.hide_one(top, show);
+            self.hide_one(level, top, show);
             return;
         }
-        for index in self.tree.reported_descendants(top) {
-            self.hide_one(index, show);
+        for index in self.tree.reported_descendants(level, top) {
+            self.hide_one(level, index, show);
         }
     }
 
-    fn hide_one(&mut self, index: u32, show: &mut ReportedOwnership<'_>) {
+    fn hide_one(&mut self, level: usize, index: u32, show: &mut ReportedOwnership<'_>) {
         let entry = *self.tree.entries.get(index);
-        if entry.is_reported {
-            self.tree.set_reported(index, false);
-            show.ownership
-                .unreport(show.slot, entry.router, show.closed_lease_tips);
+        if entry.is_reported(level) {
+            self.tree.set_reported(level, index, false);
+            show.unreport(level, entry.router);
         }
     }
 

@@ -2,12 +2,14 @@
 
 use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
 use crate::kv_events::followed::FollowedBackends;
+use crate::kv_events::tiers::TierIndexes;
 use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvReason, KvUncertainty, KvUpdate};
 use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
 
 struct EventFixture {
     exact: FollowedBackends,
     ownership: Ownership,
+    tiers: TierIndexes,
     next_seq: u64,
 }
 
@@ -18,6 +20,7 @@ impl EventFixture {
         let mut fixture = Self {
             exact: FollowedBackends::with_limits(per_backend, all),
             ownership: Ownership::with_limits(16, owned),
+            tiers: TierIndexes::default(),
             next_seq: 0,
         };
         for slot in 0..2 {
@@ -38,12 +41,15 @@ impl EventFixture {
             publisher: 1,
             news,
         };
-        let changes = self.exact.apply(backend, &batch, &mut self.ownership);
+        let indexes = (&mut self.ownership, &mut self.tiers);
+        let changes = self.exact.apply(backend, &batch, indexes);
         assert!(changes.is_some(), "no bound of a batch is broken");
         assert_eq!(self.exact.check(), Ok(()));
         assert_eq!(self.ownership.check([]), Ok(()));
-        let reports = |slot| self.exact.reports(slot);
+        let reports = |slot| self.exact.reports(0, slot);
         assert_eq!(self.ownership.check_reports(&reports), Ok(()));
+        let below = |level, slot| self.exact.reports(level, slot);
+        assert_eq!(self.tiers.check(&below), Ok(()));
     }
 
     /// Stores first blocks of these names at the engine in slot 0, after clearing it if requested.

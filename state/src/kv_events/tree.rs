@@ -8,6 +8,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::kv_events::entries::{ByEngine, ByRouter, CachedBlock, CachedBlocks, NONE};
+use crate::kv_events::tiers::{LEVELS, LOWER_TIERS, LowerTier, TierIndexes};
 use crate::ownership::index::RecordIndex;
 
 /// All blocks of one rank; see the module documentation.
@@ -18,10 +19,12 @@ pub(super) struct BlockTree {
     by_router: RecordIndex,
     /// Number of entries, including blocks that are gone but kept.
     len: u32,
-    /// Number of entries held by some physical block.
+    /// Number of entries held by some physical block of the GPU.
     live: u32,
-    /// Number of reported entries.
-    reported: u32,
+    /// Number of entries on each tier below the GPU.
+    lower: [u32; LOWER_TIERS],
+    /// Number of entries reported at each level.
+    reported: [u32; LEVELS],
     /// Number of physical blocks of all entries.
     copies: u64,
     /// Wrapping sum of the entries' hashes.
@@ -53,7 +56,8 @@ impl BlockTree {
             by_router: RecordIndex::new(),
             len: 0,
             live: 0,
-            reported: 0,
+            lower: [0; LOWER_TIERS],
+            reported: [0; LEVELS],
             copies: 0,
             sum: 0,
             place: [slot_low, slot_high, rank_low, rank_high],
@@ -77,9 +81,14 @@ impl BlockTree {
         self.live
     }
 
-    /// Returns the number of reported entries.
-    pub(super) fn reported(&self) -> u32 {
-        self.reported
+    /// Returns the number of entries on each tier below the GPU.
+    pub(super) fn lower(&self) -> [u32; LOWER_TIERS] {
+        self.lower
+    }
+
+    /// Returns the number of entries reported at `level`.
+    pub(super) fn reported(&self, level: usize) -> u32 {
+        self.reported[level]
     }
 
     /// Returns the number of physical blocks of all entries.
@@ -115,7 +124,11 @@ impl BlockTree {
         parent: u32,
     ) -> StoreResult {
         let Some(index) = self.find(engine) else {
-            return self.insert(engine, router, parent);
+            let entry = CachedBlock {
+                copies: 1,
+                ..CachedBlock::new(engine, router, parent)
+            };
+            return self.insert(entry);
         };
         let entry = *self.entries.get(index);
         let is_fresh = entry.copies == 0;
@@ -130,20 +143,50 @@ impl BlockTree {
         }
     }
 
-    fn insert(&mut self, engine: EngineHash, router: BlockHash, parent: u32) -> StoreResult {
-        let is_foreign = (parent != NONE && self.entries.get(parent).is_foreign)
-            || self.find_router(router).is_some();
-        let entry = CachedBlock {
-            engine,
-            router,
-            parent,
-            first_child: NONE,
-            next: NONE,
-            prev: NONE,
-            copies: 1,
-            is_foreign,
-            is_reported: false,
-        };
+    /// Adds a copy of a known block on `tier`. Returns whether the tier did not hold it before.
+    pub(super) fn copy(&mut self, index: u32, tier: LowerTier) -> bool {
+        let is_fresh = !self.entries.get(index).is_on(tier);
+        self.lower[tier.at()] += u32::from(is_fresh);
+        // vLLM's host memory can hold a block in several chunks. Its storage tiers report a block
+        // again without having dropped it.
+        if is_fresh || tier == LowerTier::Cpu {
+            self.change(index, |entry| {
+                let copies = &mut entry.lower[tier.at()];
+                *copies = copies.saturating_add(1);
+            });
+        }
+        is_fresh
+    }
+
+    /// Removes a copy of a block from `tier`. Returns whether it was the last one.
+    pub(super) fn take_from(&mut self, index: u32, tier: LowerTier) -> bool {
+        let copies = self.entries.get(index).lower[tier.at()];
+        if copies > 0 {
+            self.lower[tier.at()] -= u32::from(copies == 1);
+            self.change(index, |entry| entry.lower[tier.at()] -= 1);
+        }
+        copies == 1
+    }
+
+    /// Adds a block that is on `tier` and nowhere else.
+    pub(super) fn insert_below(
+        &mut self,
+        tier: LowerTier,
+        (engine, router): (EngineHash, BlockHash),
+        parent: u32,
+    ) -> StoreResult {
+        let mut entry = CachedBlock::new(engine, router, parent);
+        entry.lower[tier.at()] = 1;
+        self.insert(entry)
+    }
+
+    fn insert(&mut self, mut entry: CachedBlock) -> StoreResult {
+        let parent = entry.parent;
+        if (parent != NONE && self.entries.get(parent).is_foreign())
+            || self.find_router(entry.router).is_some()
+        {
+            entry.set_foreign();
+        }
         let Some(index) = self.entries.insert(entry) else {
             return StoreResult::Full;
         };
@@ -157,13 +200,18 @@ impl BlockTree {
         let entry = *self.entries.get(index);
         let key = BlockHash(entry.engine.0);
         self.by_engine.insert(key, index, &ByEngine(&self.entries));
-        if !entry.is_foreign {
+        if !entry.is_foreign() {
             self.by_router
                 .insert(entry.router, index, &ByRouter(&self.entries));
         }
         self.len += 1;
         self.live += u32::from(entry.copies > 0);
-        self.reported += u32::from(entry.is_reported);
+        for tier in LowerTier::ALL {
+            self.lower[tier.at()] += u32::from(entry.is_on(tier));
+        }
+        for level in 0..LEVELS {
+            self.reported[level] += u32::from(entry.is_reported(level));
+        }
         self.copies += u64::from(entry.copies);
         self.sum = self.sum.wrapping_add(self.hash(&entry));
     }
@@ -182,12 +230,12 @@ impl BlockTree {
     pub(super) fn prune(&mut self, mut index: u32) {
         while index != NONE {
             let entry = *self.entries.get(index);
-            if entry.copies > 0 || entry.first_child != NONE {
+            if !entry.is_gone() || entry.first_child != NONE {
                 return;
             }
             self.unlink(&entry);
             self.by_engine.remove(BlockHash(entry.engine.0), index);
-            if !entry.is_foreign {
+            if !entry.is_foreign() {
                 self.by_router.remove(entry.router, index);
             }
             self.sum = self.sum.wrapping_sub(self.hash(&entry));
@@ -197,11 +245,11 @@ impl BlockTree {
         }
     }
 
-    /// Whether an entry counts as owned: it is present and not foreign, and its parent is reported
-    /// or it has none.
-    pub(super) fn is_owned(&self, entry: &CachedBlock) -> bool {
-        let is_rooted = entry.parent == NONE || self.entries.get(entry.parent).is_reported;
-        entry.copies > 0 && !entry.is_foreign && is_rooted
+    /// Whether an entry counts as owned at `level`: a tier of the level holds it, it is not foreign,
+    /// and its parent is reported at the level or it has none.
+    pub(super) fn is_owned(&self, level: usize, entry: &CachedBlock) -> bool {
+        let is_rooted = entry.parent == NONE || self.entries.get(entry.parent).is_reported(level);
+        entry.is_held(level) && !entry.is_foreign() && is_rooted
     }
 
     /// Returns the indexes of the entries without a parent.
@@ -225,12 +273,12 @@ impl BlockTree {
         }
     }
 
-    /// Returns the indexes of the reported entries at and behind `top`, deepest first.
-    pub(super) fn reported_descendants(&self, top: u32) -> Vec<u32> {
+    /// Returns the indexes of the entries reported at `level`, at and behind `top`, deepest first.
+    pub(super) fn reported_descendants(&self, level: usize, top: u32) -> Vec<u32> {
         let mut found = Vec::new();
         let mut next = vec![top];
         while let Some(index) = next.pop() {
-            if self.entries.get(index).is_reported {
+            if self.entries.get(index).is_reported(level) {
                 found.push(index);
                 self.for_each_child(index, |child| next.push(child));
             }
@@ -268,19 +316,34 @@ impl BlockTree {
         ends
     }
 
-    pub(super) fn set_reported(&mut self, index: u32, is_reported: bool) {
-        let was_reported = self.entries.get(index).is_reported;
-        self.reported += u32::from(is_reported);
-        self.reported -= u32::from(was_reported);
-        self.change(index, |entry| entry.is_reported = is_reported);
+    pub(super) fn set_reported(&mut self, level: usize, index: u32, is_reported: bool) {
+        let was_reported = self.entries.get(index).is_reported(level);
+        self.reported[level] += u32::from(is_reported);
+        self.reported[level] -= u32::from(was_reported);
+        self.change(index, |entry| entry.set_reported(level, is_reported));
     }
 
     /// Marks an entry as foreign, because it only looks like the block of its router's hash.
     pub(super) fn set_foreign(&mut self, index: u32) {
         let entry = *self.entries.get(index);
-        if !entry.is_foreign {
+        if !entry.is_foreign() {
             self.by_router.remove(entry.router, index);
-            self.change(index, |entry| entry.is_foreign = true);
+            self.change(index, CachedBlock::set_foreign);
+        }
+    }
+
+    /// Reports the entries that are reported at `level` to its index, parents first.
+    pub(super) fn report_to(&self, tiers: &mut TierIndexes, slot: Slot, level: usize) {
+        tiers.begin(level, slot);
+        let index_of_level = tiers.at(level);
+        let mut next = self.roots();
+        while let Some(index) = next.pop() {
+            let entry = self.entries.get(index);
+            if entry.is_reported(level) {
+                let parent = (entry.parent != NONE).then(|| self.entries.get(entry.parent).router);
+                let _ = index_of_level.report(slot, parent, entry.router, &mut Vec::new());
+                self.for_each_child(index, |child| next.push(child));
+            }
         }
     }
 
@@ -331,17 +394,23 @@ impl BlockTree {
     /// Returns the contribution of an entry to `sum`. It does not depend on the entry's index.
     fn hash(&self, entry: &CachedBlock) -> u128 {
         let parent = (entry.parent != NONE).then(|| self.entries.get(entry.parent).engine.0);
-        let mut bytes = [0_u8; 33];
+        let mut bytes = [0_u8; 33 + 1 + LOWER_TIERS];
         bytes[..4].copy_from_slice(&self.place);
         bytes[4..12].copy_from_slice(&entry.engine.0.to_le_bytes());
         bytes[12..20].copy_from_slice(&entry.router.0.to_le_bytes());
         bytes[20..28].copy_from_slice(&parent.unwrap_or(0).to_le_bytes());
         bytes[28..32].copy_from_slice(&entry.copies.to_le_bytes());
-        let flags = [parent.is_some(), entry.is_foreign, entry.is_reported];
+        let flags = [parent.is_some(), entry.is_foreign(), entry.is_reported(0)];
         bytes[32] = flags
             .iter()
             .fold(0, |bits, flag| bits << 1 | u8::from(*flag));
-        xxh3_128(&bytes)
+        bytes[33] = (1..LEVELS).fold(0, |bits, level| {
+            bits << 1 | u8::from(entry.is_reported(level))
+        });
+        bytes[34..].copy_from_slice(&entry.lower);
+        // Without lower tiers, nothing of them is hashed, which costs nothing then.
+        let has_lower = bytes[33..].iter().any(|byte| *byte != 0);
+        xxh3_128(if has_lower { &bytes } else { &bytes[..33] })
     }
 
     /// Rebuilds the indexes, lists and counts from the entries.
@@ -353,12 +422,13 @@ impl BlockTree {
         let present: Vec<u32> = self.entries.iter().map(|(index, _)| index).collect();
         self.by_engine = RecordIndex::with_room(present.len());
         self.by_router = RecordIndex::with_room(present.len());
-        (self.len, self.live, self.reported, self.sum) = (0, 0, 0, 0);
+        (self.len, self.live, self.sum) = (0, 0, 0);
+        (self.lower, self.reported) = ([0; LOWER_TIERS], [0; LEVELS]);
         self.copies = 0;
         for &index in &present {
             let entry = *self.entries.get(index);
             let is_known = self.find(entry.engine).is_some();
-            if is_known || !entry.is_foreign && self.find_router(entry.router).is_some() {
+            if is_known || !entry.is_foreign() && self.find_router(entry.router).is_some() {
                 return Err(format!("{entry:?} stands twice"));
             }
             self.enter(index);
@@ -397,16 +467,19 @@ impl BlockTree {
         self.entries.memory_bytes() + self.by_engine.memory_bytes() + self.by_router.memory_bytes()
     }
 
-    /// Checks counts, sum and lists from scratch, and, if `is_reporting`, that exactly the owned
-    /// entries are reported. An error describes the first violation.
-    pub(super) fn check(&self, is_reporting: bool) -> Result<(), String> {
-        let (mut len, mut live, mut reported, mut sum, mut links) = (0, 0, 0, 0_u128, 0);
+    /// Checks counts, sum and lists from scratch, and that at each of the reported `levels` exactly
+    /// the owned entries are reported. An error describes the first violation.
+    pub(super) fn check(&self, levels: [bool; LEVELS]) -> Result<(), String> {
+        let (mut len, mut live, mut sum, mut links) = (0, 0, 0_u128, 0);
+        let (mut lower, mut reported) = ([0; LOWER_TIERS], [0; LEVELS]);
         let mut copies = 0;
         for (index, entry) in self.entries.iter() {
             len += 1;
             copies += u64::from(entry.copies);
             live += u32::from(entry.copies > 0);
-            reported += u32::from(entry.is_reported);
+            for tier in LowerTier::ALL {
+                lower[tier.at()] += u32::from(entry.is_on(tier));
+            }
             sum = sum.wrapping_add(self.hash(entry));
             let mut children = 0;
             self.for_each_child(index, |child| {
@@ -415,20 +488,24 @@ impl BlockTree {
             links += children + u32::from(entry.parent == NONE);
             let is_found = self.find(entry.engine) == Some(index);
             let is_claimed = self.find_router(entry.router) == Some(index);
-            if !is_found || is_claimed == entry.is_foreign {
+            if !is_found || is_claimed == entry.is_foreign() {
                 return Err(format!("{entry:?} is not found"));
             }
-            if entry.copies == 0 && entry.first_child == NONE {
+            if entry.is_gone() && entry.first_child == NONE {
                 return Err(format!("{entry:?} is gone and kept for nothing"));
             }
-            if entry.is_reported != (is_reporting && self.is_owned(entry)) {
-                return Err(format!("{entry:?} is wrongly reported or not"));
+            for (level, is_shown) in levels.into_iter().enumerate() {
+                reported[level] += u32::from(entry.is_reported(level));
+                if entry.is_reported(level) != (is_shown && self.is_owned(level, entry)) {
+                    return Err(format!("{entry:?} is wrongly reported or not at {level}"));
+                }
             }
         }
-        let counts = (len, live, reported, sum, links, copies);
+        let counts = (len, live, lower, reported, sum, links, copies);
         let kept = (
             self.len,
             self.live,
+            self.lower,
             self.reported,
             self.sum,
             len,

@@ -126,7 +126,7 @@ impl RouterState {
         }
     }
 
-    /// Checks I22 and I23.
+    /// Checks I22, I23 and I176.
     fn check_exact(&self) -> Result<(), InvariantError> {
         let sound = self.exact.check();
         sound.map_err(|detail| broken("I22", detail))?;
@@ -134,7 +134,9 @@ impl RouterState {
         if let Some((backend, _)) = followed.find(|(it, _)| !self.backends.is_live(*it)) {
             return Err(broken("I22", format!("{backend:?} is not there")));
         }
-        let reports = |slot| self.exact.reports(slot);
+        self.tiers
+            .check(&|level, slot| self.exact.reports(level, slot))?;
+        let reports = |slot| self.exact.reports(0, slot);
         let held = self.ownership.check_reports(&reports);
         held.map_err(|detail| broken("I23", detail))
     }

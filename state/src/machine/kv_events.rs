@@ -33,7 +33,9 @@ impl RouterState {
         let Some(backend) = self.backends.rank_of(batch.backend, batch.rank) else {
             return false;
         };
-        let Some(changes) = self.exact.apply(backend, batch, &mut self.ownership) else {
+        let Some(changes) =
+            (self.exact).apply(backend, batch, (&mut self.ownership, &mut self.tiers))
+        else {
             return false;
         };
         self.leases

@@ -44,6 +44,7 @@ use crate::users::{Users, WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
 use crate::capacity::Capacity;
 use crate::kv_events::FollowedBackends;
+use crate::kv_events::tiers::TierIndexes;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
 use crate::reader_assignment::Readers;
@@ -76,6 +77,8 @@ pub struct RouterState {
     discovered: Discovered,
     block_sizes: BlockSizes,
     ownership: Ownership,
+    /// Blocks that engines hold on tiers below the GPU; follows from `exact`.
+    tiers: TierIndexes,
     sessions: Sessions,
     leases: Leases,
     users: Users,
@@ -157,12 +160,12 @@ impl RouterState {
     /// Creates an empty state at index 0.
     #[must_use]
     pub fn new() -> Self {
-        let ownership = Ownership::new();
+        let (ownership, tiers) = (Ownership::new(), TierIndexes::default());
         let config = ClusterConfig::default();
         let backends = Backends::default();
         let users = Users::new();
         let view = Arc::new(StateView::new(
-            ownership.view(),
+            (ownership.view(), tiers.views()),
             users.published(0),
             Registry::of(
                 &config,
@@ -180,6 +183,7 @@ impl RouterState {
             discovered: Discovered::default(),
             block_sizes: BlockSizes::default(),
             ownership,
+            tiers,
             sessions: Sessions::default(),
             leases: Leases::new(),
             users,
@@ -407,6 +411,7 @@ impl RouterState {
         self.beliefs.forget(slot);
         self.exact.forget(slot);
         self.ownership.remove_backend(slot);
+        self.tiers.remove_backend(slot);
     }
 
     /// Publishes the users' recent usage, which policies read in addition to registry and blocks.

@@ -15,7 +15,7 @@ use crate::command::UserDefaults;
 use crate::discovery::{DiscoveredBackend, KnownFleet};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
 use crate::keys::KeysView;
-use crate::kv_events::{EvictionsView, FollowedBackends, KvCondition};
+use crate::kv_events::{EvictionsView, FollowedBackends, KvCondition, LOWER_TIERS};
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
 use crate::prefix::{BlockHasher, HashSecret};
@@ -35,6 +35,9 @@ use crate::view::BlockView;
 pub struct StateView {
     /// Block ownership of all backends.
     pub blocks: BlockView,
+    /// For each tier below the GPU, the blocks that engines hold on it or on a faster one. Empty for
+    /// backends whose engines report no such tier.
+    pub tiers: [BlockView; LOWER_TIERS],
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
     now_ms: AtomicU64,
@@ -55,9 +58,14 @@ pub struct StateView {
 }
 
 impl StateView {
-    pub(super) fn new(blocks: BlockView, users: UsersView, registry: Registry) -> Self {
+    pub(super) fn new(
+        (blocks, tiers): (BlockView, [BlockView; LOWER_TIERS]),
+        users: UsersView,
+        registry: Registry,
+    ) -> Self {
         Self {
             blocks,
+            tiers,
             registry: ArcSwap::from_pointee(registry),
             applied: AtomicU64::new(0),
             now_ms: AtomicU64::new(0),

@@ -147,7 +147,7 @@ impl RouterState {
     /// Returns the heap size of the KV-event state, in bytes, without the owned blocks themselves.
     #[must_use]
     pub fn kv_memory_bytes(&self) -> u64 {
-        self.exact.memory_bytes()
+        self.exact.memory_bytes() + self.tiers.memory_bytes()
     }
 
     /// Returns at most `limit` users with keys above `after`, in ascending order of keys. `None`

@@ -389,6 +389,7 @@ impl RouterState {
         let shown = std::mem::take(&mut self.ownership);
         let blocks = std::mem::replace(&mut fresh.ownership, shown);
         fresh.ownership.adopt(blocks);
+        fresh.show_tiers(std::mem::take(&mut self.tiers));
         fresh.view = Arc::clone(&self.view);
         *self = fresh;
         self.resize_unknown_capacities();

@@ -125,6 +125,11 @@ impl Ownership {
         self.backends[at] = Some(Box::new(BackendBlocks::new(slot, capacity)));
     }
 
+    /// Whether there is a backend in `slot`.
+    pub(crate) fn has(&self, slot: Slot) -> bool {
+        self.backend(slot).is_some()
+    }
+
     /// Removes the backend in `slot` and everything it owns. Its leases become invalid.
     pub fn remove_backend(&mut self, slot: Slot) {
         self.clear(slot, &mut Vec::new());

@@ -4,7 +4,8 @@
 //! dispatched but unfinished prefill, the share of each step that decoding requests take, the
 //! engine's own queue, and preemption when the KV cache runs full. *Its work* is its own uncached
 //! prefill, and the prefill that must be repeated for the blocks that it evicts. Each has a price
-//! in nanoseconds; sums saturate.
+//! in nanoseconds; sums saturate. Blocks on tiers below the GPU are not computed but loaded, at
+//! prices of their own.
 //!
 //! What is ahead delays only this request. Its work also delays every request that arrives before
 //! the work is done. In a steady state, as many requests arrive during a wait as are found waiting
@@ -29,7 +30,8 @@ use serde::{Deserialize, Serialize};
 
 use super::price_classes::PriceClasses;
 use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance, mix, product};
-use super::{Candidate, PolicyRequest, Prices, Reason};
+use super::{Candidate, LoadPrices, PolicyRequest, Prices, Reason};
+use crate::kv_events::LOWER_TIERS;
 
 /// Settings of the `cost` policy. Integers, because settings are replicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
@@ -105,6 +107,12 @@ fn learnt(candidates: &[Candidate]) -> impl Iterator<Item = Prices> + Clone {
     candidates.iter().filter_map(|candidate| candidate.prices)
 }
 
+/// Returns the prices of loading from a candidate's tiers below the GPU, fastest first.
+fn load_prices(candidate: &Candidate) -> [u32; LOWER_TIERS] {
+    let prices = candidate.prices.map_or(LoadPrices::ASSUMED, |it| it.load);
+    prices.all()
+}
+
 /// Returns how many times a request's work counts: once for itself, and once for each request that
 /// waits for its first token at an average backend.
 fn times(candidates: &[Candidate]) -> u64 {
@@ -157,6 +165,7 @@ impl Costs<'_> {
         let own = self.request.uncached_tokens(candidate.matched);
         let work_ns = own
             .saturating_mul(prefill_ns)
+            .saturating_add(self.load_ns(candidate))
             .saturating_add(self.eviction_ns(prefill_ns, candidate));
         Cost {
             ahead_ns: ahead.into_iter().fold(0, u64::saturating_add),
@@ -164,13 +173,31 @@ impl Costs<'_> {
         }
     }
 
-    /// Returns the cost of repeated prefill, in nanoseconds: the blocks that a full cache evicts
-    /// for this request's new ones, at the price of recomputing them. Without it, a backend that
+    /// Returns the time to load blocks from tiers below the GPU, in nanoseconds.
+    fn load_ns(&self, candidate: &Candidate) -> u64 {
+        let loaded = candidate
+            .loaded
+            .all()
+            .into_iter()
+            .zip(load_prices(candidate));
+        loaded.fold(0, |sum, (blocks, price_ns)| {
+            let tokens = product(blocks, self.request.tokens_per_block);
+            sum.saturating_add(tokens.saturating_mul(price_ns.into()))
+        })
+    }
+
+    /// Returns the cost of evictions, in nanoseconds: the blocks that a full cache evicts for this
+    /// request's new ones, at the price of recomputing them, or of loading them if they stay on a
+    /// lower tier. Without it, a backend that
     /// holds the one block shared by all prompts would attract every request while others are idle.
     fn eviction_ns(&self, prefill_ns: u64, candidate: &Candidate) -> u64 {
-        let new = self.request.missing_blocks(candidate.matched);
+        let on_gpu = candidate.matched.saturating_sub(candidate.loaded.total());
+        let new = self.request.missing_blocks(on_gpu);
         let evicted = new.saturating_sub(candidate.free_blocks);
-        product(evicted, self.request.tokens_per_block).saturating_mul(prefill_ns)
+        let price_ns = candidate.evicts_to.map_or(prefill_ns, |tier| {
+            u64::from(load_prices(candidate)[tier.at()]).min(prefill_ns)
+        });
+        product(evicted, self.request.tokens_per_block).saturating_mul(price_ns)
     }
 
     /// Whether this request goes to the least busy backend, to leave a copy of its prefix there.

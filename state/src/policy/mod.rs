@@ -21,6 +21,7 @@ mod power_of_two;
 mod preble_e2;
 mod prefix_cache;
 mod price_classes;
+mod prices;
 mod random;
 mod rank;
 mod round_robin;
@@ -36,9 +37,9 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use self::price_classes::PriceRange;
 use self::rank::{Policy, Ranks, pick};
 use crate::ids::Slot;
+use crate::kv_events::{LowerTier, LowerTierBlocks};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure, is_name};
 
@@ -52,6 +53,7 @@ pub use pair::{
 };
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
+pub use prices::{LoadPrices, Prices};
 pub use rank::{Affinity, MatchBy, PolicyInputs, SessionNames, Touch};
 pub use session::SessionSettings;
 pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
@@ -207,6 +209,9 @@ pub const MODEL_POLICIES_MAX: usize = 64;
 pub struct RoutingSettings {
     /// Policies of models that do not use the live one.
     pub models: BTreeMap<String, PolicyConfig>,
+    /// Cache tiers of engines that policies see. By default, `cost` sees all, because it knows what
+    /// loading costs; other policies see the GPU.
+    pub tiers: Option<VisibleTiers>,
     /// Whether `cost` uses learned prices of a backend instead of the constants in its settings.
     pub learn: bool,
     /// Error of cache predictions above which a backend is marked as mispredicted, in thousandths
@@ -219,10 +224,21 @@ pub struct RoutingSettings {
     pub assumed_blocks_total: u32,
 }
 
+/// Cache tiers of engines that policies see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum VisibleTiers {
+    /// The GPU.
+    Gpu,
+    /// All tiers, as if their blocks were on the GPU, except for what `cost` expects of loading.
+    All,
+}
+
 impl Default for RoutingSettings {
     fn default() -> Self {
         Self {
             models: BTreeMap::new(),
+            tiers: None,
             learn: true,
             prediction_off_permille: 200,
             assumed_blocks: 100_000,
@@ -232,6 +248,15 @@ impl Default for RoutingSettings {
 }
 
 impl RoutingSettings {
+    /// Whether `policy` sees blocks on tiers below the GPU.
+    #[must_use]
+    pub fn shows_lower_tiers(&self, policy: &PolicyConfig) -> bool {
+        match self.tiers {
+            Some(tiers) => tiers == VisibleTiers::All,
+            None => matches!(policy, PolicyConfig::Cost(_)),
+        }
+    }
+
     /// Checks every setting.
     ///
     /// # Errors
@@ -323,6 +348,12 @@ pub struct Candidate {
     pub slot: Slot,
     /// Number of leading prompt blocks that the backend is believed to hold.
     pub matched: u32,
+    /// Part of `matched` that the engine loads from tiers below the GPU. Empty if the policy sees the
+    /// GPU only.
+    pub loaded: LowerTierBlocks,
+    /// Fastest tier below the GPU that the engine uses, where evicted blocks stay. `None` if it has
+    /// none, or if the policy sees the GPU only.
+    pub evicts_to: Option<LowerTier>,
     /// Number of requests that any replica dispatched to the backend and that have not ended.
     pub running: u32,
     /// Number of requests in the engine's own queue, as last reported.
@@ -343,58 +374,6 @@ pub struct Candidate {
     pub prices: Option<Prices>,
 }
 
-/// Prices of a backend's work before a first token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, Encode, Decode)]
-pub struct Prices {
-    /// Delay of a first token per uncached prompt token, in nanoseconds; milliseconds in JSON.
-    #[serde(
-        rename = "prefill_ms_per_token",
-        serialize_with = "crate::readable::ms_of_ns"
-    )]
-    #[schemars(with = "f64")]
-    pub prefill_ns_per_token: u32,
-    /// Delay of a first token per running request, in nanoseconds: at least its share of one step;
-    /// milliseconds in JSON.
-    #[serde(
-        rename = "decode_ms_per_request",
-        serialize_with = "crate::readable::ms_of_ns"
-    )]
-    #[schemars(with = "f64")]
-    pub decode_ns_per_request: u32,
-    /// Range of `prefill_ns_per_token` according to the measurements alone, in nanoseconds;
-    /// `None` if it is unknown. Milliseconds in JSON.
-    #[serde(
-        rename = "prefill_range_ms",
-        serialize_with = "crate::readable::ms_of_ns_range"
-    )]
-    #[schemars(with = "Option<[f64; 2]>")]
-    pub prefill_range_ns: Option<(u32, u32)>,
-    /// Range of `decode_ns_per_request` according to the measurements alone, in nanoseconds;
-    /// `None` if it is unknown. Milliseconds in JSON.
-    #[serde(
-        rename = "decode_range_ms",
-        serialize_with = "crate::readable::ms_of_ns_range"
-    )]
-    #[schemars(with = "Option<[f64; 2]>")]
-    pub decode_range_ns: Option<(u32, u32)>,
-}
-
-impl Prices {
-    fn prefill(self) -> PriceRange {
-        PriceRange {
-            price: self.prefill_ns_per_token,
-            range: self.prefill_range_ns,
-        }
-    }
-
-    fn decode(self) -> PriceRange {
-        PriceRange {
-            price: self.decode_ns_per_request,
-            range: self.decode_range_ns,
-        }
-    }
-}
-
 /// Choice of a candidate, with the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct Choice {
@@ -402,6 +381,8 @@ pub struct Choice {
     pub slot: Slot,
     /// Number of leading prompt blocks that the backend is believed to hold.
     pub matched: u32,
+    /// Part of `matched` that the engine loads from tiers below the GPU.
+    pub loaded: LowerTierBlocks,
     /// Reason for the choice.
     pub reason: Reason,
 }
@@ -510,6 +491,7 @@ pub fn choose(
         return Some(Choice {
             slot: only.slot,
             matched: only.matched,
+            loaded: only.loaded,
             reason: Reason::OnlyCandidate,
         });
     }

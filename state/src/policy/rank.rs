@@ -333,6 +333,7 @@ pub(super) fn pick(
     Some(Choice {
         slot: chosen.slot,
         matched: chosen.matched,
+        loaded: chosen.loaded,
         reason: match near {
             0 | 1 => best.reason,
             _ if request.home == Some(chosen.slot) => Reason::Home,

@@ -98,8 +98,7 @@ impl<const N: usize> Default for RecursiveLeastSquares<N> {
 }
 
 impl<const N: usize> RecursiveLeastSquares<N> {
-    /// Learns that `amounts` together cost `observed` on average over `events`. Ignores
-    /// observations with an amount out of bounds: capping the amount would make it look expensive.
+    /// Learns that `amounts` together cost `observed` on average over `events`, and updates the ranges.
     pub(super) fn observe(
         &mut self,
         terms: &[Regressor; N],
@@ -107,12 +106,28 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         observed: i64,
         events: u64,
     ) {
+        if self.learn(terms, amounts, observed, events) {
+            let scatter = self.scatter_milli2();
+            self.ranges_milli = std::array::from_fn(|i| self.range(terms, i, scatter));
+        }
+    }
+
+    /// Learns like [`Self::observe`], without ranges: their cost grows with the factorial of `N`.
+    /// Ignores observations with an amount out of bounds, because capping the amount would make it
+    /// look expensive. Returns whether it learned.
+    pub(super) fn learn(
+        &mut self,
+        terms: &[Regressor; N],
+        amounts: [i64; N],
+        observed: i64,
+        events: u64,
+    ) -> bool {
         let weight = i64::try_from(events)
             .unwrap_or(i64::MAX)
             .min(OBSERVATION_WEIGHT_MAX);
         let is_within = |(amount, term): (&i64, &Regressor)| (0..=term.amount_max).contains(amount);
         if weight == 0 || !amounts.iter().zip(terms).all(is_within) {
-            return;
+            return false;
         }
         if self.weight == 0 {
             self.coefficients_milli = std::array::from_fn(|i| terms[i].prior_milli);
@@ -133,8 +148,7 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         for _ in 0..SWEEPS {
             self.sweep(terms);
         }
-        let scatter = self.scatter_milli2();
-        self.ranges_milli = std::array::from_fn(|i| self.range(terms, i, scatter));
+        true
     }
 
     /// Returns the total weight of all observations, faded.
@@ -145,6 +159,23 @@ impl<const N: usize> RecursiveLeastSquares<N> {
     /// Returns the learned cost of one unit of the `i`th amount, in thousandths.
     pub(super) fn coefficient_milli(&self, i: usize) -> i64 {
         self.coefficients_milli[i]
+    }
+
+    /// Returns the cost of one unit of the `i`th amount, in thousandths; the prior before anything was
+    /// learned.
+    pub(super) fn expected_milli(&self, terms: &[Regressor; N], i: usize) -> i64 {
+        match self.weight {
+            0 => terms[i].prior_milli,
+            _ => self.coefficients_milli[i],
+        }
+    }
+
+    /// Returns what `amounts` together are expected to cost.
+    pub(super) fn expected(&self, terms: &[Regressor; N], amounts: &[i64; N]) -> i64 {
+        let parts = amounts.iter().enumerate();
+        let parts = parts
+            .map(|(i, amount)| i128::from(*amount) * i128::from(self.expected_milli(terms, i)));
+        i64::try_from(parts.sum::<i128>() / 1000).unwrap_or(i64::MAX)
     }
 
     /// Returns the least and the most that the learned cost of one unit of the `i`th amount can be

@@ -2,7 +2,7 @@
 //!
 //! The module has two simple linear models:
 //! - Time to first token = base + prefill tokens before it × price of a token + running requests ×
-//!   price of a request.
+//!   price of a request + tokens loaded from each lower cache tier × price of the tier.
 //! - Time between two tokens = base + running requests × price of a request.
 //!
 //! A replica's report contains the means over its interval; `fit` turns a sequence of these into
@@ -12,9 +12,10 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::ServiceSample;
 use super::fit::{RecursiveLeastSquares, Regressor};
-use crate::policy::Prices;
+use super::{LoadingSample, ServiceSample};
+use crate::kv_events::LOWER_TIERS;
+use crate::policy::{LoadPrices, Prices};
 
 /// Minimum faded number of first tokens for the prices of a backend to be used.
 pub const LEARNT_FIRST_TOKENS_MIN: u32 = 32;
@@ -37,8 +38,20 @@ const fn once(prior_us: i64, most_us: i64) -> Regressor {
     }
 }
 
-/// Regressors of the time to first token, in microseconds: base, per prefill token, and per 1/16 of
-/// a request.
+/// Returns the regressor of a token loaded from a tier below the GPU, with a prior in nanoseconds.
+const fn loaded(prior_ns: u32) -> Regressor {
+    Regressor {
+        amount_max: 1 << 18,
+        typical: 512,
+        prior_milli: prior_ns as i64,
+        // Up to 1 millisecond: slower than computing is useless.
+        bounds_milli: (0, 1_000_000),
+        kept_in: 24,
+    }
+}
+
+/// Regressors of the time to first token without loading, in microseconds: base, per prefill token,
+/// and per 1/16 of a request.
 const FIRST_TOKEN: [Regressor; 3] = [
     once(0, 60_000_000),
     Regressor {
@@ -61,6 +74,20 @@ const FIRST_TOKEN: [Regressor; 3] = [
     },
 ];
 
+/// Regressors of the time to first token with loading, in microseconds: those of [`FIRST_TOKEN`], and
+/// per token loaded from each tier below the GPU.
+const LOADING: [Regressor; 3 + LOWER_TIERS] = {
+    let [base, token, request] = FIRST_TOKEN;
+    [
+        base,
+        token,
+        request,
+        loaded(LoadPrices::ASSUMED.cpu_ns_per_token),
+        loaded(LoadPrices::ASSUMED.disk_ns_per_token),
+        loaded(LoadPrices::ASSUMED.store_ns_per_token),
+    ]
+};
+
 /// Regressors of the time between two tokens, in microseconds: base, and per 1/16 of a request.
 const GAP: [Regressor; 2] = [
     once(10_000, 10_000_000),
@@ -77,6 +104,8 @@ const GAP: [Regressor; 2] = [
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct PriceLearner {
     first_token: RecursiveLeastSquares<3>,
+    /// Unused before the first request that loads: most engines have no tiers below the GPU.
+    loading: RecursiveLeastSquares<{ 3 + LOWER_TIERS }>,
     gap: RecursiveLeastSquares<2>,
 }
 
@@ -120,13 +149,14 @@ impl LearntPrices {
     }
 }
 
+fn mean(sum: u64, count: u64) -> i64 {
+    let mean = sum.checked_div(count).unwrap_or(0);
+    i64::try_from(mean).unwrap_or(i64::MAX)
+}
+
 impl PriceLearner {
     /// Learns from a plausible sample.
     pub(crate) fn observe(&mut self, sample: &ServiceSample) {
-        let mean = |sum: u64, count: u64| {
-            let mean = sum.checked_div(count).unwrap_or(0);
-            i64::try_from(mean).unwrap_or(i64::MAX)
-        };
         let running = |sum: u64, count: u64| mean(sum.saturating_mul(RUNNING_PARTS), count);
         let first_tokens = u64::from(sample.first_tokens);
         let amounts = [
@@ -134,12 +164,35 @@ impl PriceLearner {
             mean(sample.prefill_tokens, first_tokens),
             running(sample.first_running, first_tokens),
         ];
-        let first_token_us = mean(sample.first_token_us, first_tokens);
+        self.observe_loading(&sample.loading);
+        let mut first_token_us = mean(sample.first_token_us, first_tokens);
+        if sample.loaded_tokens != [0; LOWER_TIERS] {
+            let [cpu, disk, store] = sample.loaded_tokens.map(|it| mean(it, first_tokens));
+            let loading_us = self
+                .loading
+                .expected(&LOADING, &[0, 0, 0, cpu, disk, store]);
+            first_token_us = first_token_us.saturating_sub(loading_us);
+        }
         self.first_token
             .observe(&FIRST_TOKEN, amounts, first_token_us, first_tokens);
         let amounts = [1, running(sample.gap_running, sample.gaps)];
         let gap_us = mean(sample.gap_us, sample.gaps);
         self.gap.observe(&GAP, amounts, gap_us, sample.gaps);
+    }
+
+    fn observe_loading(&mut self, sample: &LoadingSample) {
+        let count = u64::from(sample.requests);
+        let [cpu, disk, store] = sample.loaded_tokens.map(|it| mean(it, count));
+        let amounts = [
+            1,
+            mean(sample.prefill_tokens, count),
+            mean(sample.running.saturating_mul(RUNNING_PARTS), count),
+            cpu,
+            disk,
+            store,
+        ];
+        let first_token_us = mean(sample.first_token_us, count);
+        self.loading.learn(&LOADING, amounts, first_token_us, count);
     }
 
     /// Returns the prices learned so far; `None` before the first sample.
@@ -162,12 +215,21 @@ impl PriceLearner {
         } else {
             first_token.range_milli(2)
         };
+        let prefill_ns_per_token = ns(first_token.coefficient_milli(1));
+        // Engines have tiers because loading is no slower than computing.
+        let load_ns =
+            |tier: usize| ns(self.loading.expected_milli(&LOADING, tier)).min(prefill_ns_per_token);
         Some(LearntPrices {
             prices: Prices {
-                prefill_ns_per_token: ns(first_token.coefficient_milli(1)),
+                prefill_ns_per_token,
                 decode_ns_per_request: decode_ns_per_request.max(gap_ns_per_request),
                 prefill_range_ns: both(ns, first_token.range_milli(1)),
                 decode_range_ns: both(per_request, decode_range),
+                load: LoadPrices {
+                    cpu_ns_per_token: load_ns(3),
+                    disk_ns_per_token: load_ns(4),
+                    store_ns_per_token: load_ns(5),
+                },
             },
             first_token_base_us: ns(first_token.coefficient_milli(0) / 1000),
             gap_base_us: ns(gap.coefficient_milli(0) / 1000),

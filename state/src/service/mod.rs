@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use bincode::{Decode, Encode};
 
 use crate::ids::{BackendRef, Slot};
+use crate::kv_events::LOWER_TIERS;
 
 pub use accuracy::AccuracyView;
 pub(crate) use accuracy::{Accuracy, CapacityObservation};
@@ -39,6 +40,36 @@ pub const FIRST_TOKEN_US_MAX: u64 = 3_600_000_000;
 pub const GAP_US_MAX: u64 = 600_000_000;
 /// Maximum number of requests running at a backend that a sample may contain.
 pub const RUNNING_MAX: u64 = 1 << 20;
+
+/// Sums over requests that loaded tokens from tiers below the GPU, while nothing was pending at the
+/// backend: whatever else waits or loads would look like a part of their own load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+pub struct LoadingSample {
+    /// Number of the requests.
+    pub requests: u32,
+    /// Sum of the times from dispatch to first token, in microseconds.
+    pub first_token_us: u64,
+    /// Number of uncached prompt tokens.
+    pub prefill_tokens: u64,
+    /// Sum of the requests running at the backend at dispatch.
+    pub running: u64,
+    /// Number of prompt tokens loaded from each tier, fastest first.
+    pub loaded_tokens: [u64; LOWER_TIERS],
+}
+
+impl LoadingSample {
+    fn is_plausible(&self) -> bool {
+        let requests = u64::from(self.requests);
+        let tokens = self.loaded_tokens.iter().chain([&self.prefill_tokens]);
+        (requests > 0 || *self == Self::default())
+            && self.first_token_us <= requests.saturating_mul(FIRST_TOKEN_US_MAX)
+            && self.running <= requests.saturating_mul(RUNNING_MAX)
+            && tokens.copied().all(|it| it <= TOKENS_MAX)
+    }
+}
+
+/// Maximum number of tokens in a sum of a sample.
+const TOKENS_MAX: u64 = 1 << 40;
 
 /// Sums that one replica measured at one backend since its last report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
@@ -66,6 +97,11 @@ pub struct ServiceSample {
     /// Number of uncached prompt tokens ahead of the first tokens: those of the requests
     /// themselves, and those pending at the backend at dispatch, from all replicas.
     pub prefill_tokens: u64,
+    /// Number of prompt tokens of these requests that their engine loads from each tier below the
+    /// GPU, fastest first.
+    pub loaded_tokens: [u64; LOWER_TIERS],
+    /// Sums over those of these requests that loaded, and before which nothing was pending.
+    pub loading: LoadingSample,
     /// Sum over the first tokens of the requests running at the backend at dispatch, from all
     /// replicas.
     pub first_running: u64,
@@ -102,6 +138,8 @@ impl ServiceSample {
             first_tokens: 0,
             first_token_us: 0,
             prefill_tokens: 0,
+            loaded_tokens: [0; LOWER_TIERS],
+            loading: LoadingSample::default(),
             first_running: 0,
             gaps: 0,
             gap_us: 0,
@@ -118,7 +156,6 @@ impl ServiceSample {
     /// replica that sent them.
     pub(crate) fn is_plausible(&self) -> bool {
         const COUNT_MAX: u32 = 1 << 24;
-        const TOKENS_MAX: u64 = 1 << 40;
         let counts = [self.ended, self.first_tokens, self.predicted];
         let tokens = [
             self.prompt_tokens,
@@ -133,6 +170,10 @@ impl ServiceSample {
             && self.first_token_us <= per(self.first_tokens.into(), FIRST_TOKEN_US_MAX)
             && self.first_running <= per(self.first_tokens.into(), RUNNING_MAX)
             && (self.first_tokens > 0 || self.prefill_tokens == 0)
+            && (self.first_tokens > 0 || self.loaded_tokens == [0; LOWER_TIERS])
+            && (self.loaded_tokens.iter()).all(|tokens| *tokens <= TOKENS_MAX)
+            && self.loading.requests <= self.first_tokens
+            && self.loading.is_plausible()
             && self.gap_us <= per(self.gaps, GAP_US_MAX)
             && self.gap_running <= per(self.gaps, RUNNING_MAX)
             && self.gaps_at_limit <= self.gaps

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::ids::Incarnation;
+use crate::policy::LoadPrices;
 
 const BACKEND: BackendRef = BackendRef {
     slot: Slot(0),
@@ -18,6 +19,8 @@ struct Engine {
     decode_ns: u64,
     gap_base_us: u64,
     gap_ns: u64,
+    /// Nanoseconds per token loaded from each tier below the GPU; nothing is loaded if 0.
+    load_ns: [u64; LOWER_TIERS],
 }
 
 impl Engine {
@@ -36,10 +39,25 @@ impl Engine {
         for _ in 0..events {
             let running = busy + next(4);
             let prefill = deep + next(1000) + 16;
-            let us = self.base_us + (prefill * self.prefill_ns + running * self.decode_ns) / 1000;
+            let mut ns = prefill * self.prefill_ns + running * self.decode_ns;
+            for (tier, load_ns) in self.load_ns.into_iter().enumerate() {
+                // Half of the requests find nothing on the tier.
+                if load_ns > 0 && next(2) == 0 {
+                    let tokens = next(32_000);
+                    sample.loaded_tokens[tier] += tokens;
+                    ns += tokens * load_ns;
+                }
+            }
+            let us = self.base_us + ns / 1000;
             // Up to a tenth above or below.
             let noisy = us * (900 + next(201)) / 1000;
             sample.first_tokens += 1;
+            let loading = &mut sample.loading;
+            loading.requests += 1;
+            loading.first_token_us += noisy;
+            loading.prefill_tokens += prefill;
+            loading.running += running;
+            loading.loaded_tokens = sample.loaded_tokens;
             sample.first_token_us += noisy;
             sample.prefill_tokens += prefill;
             sample.first_running += running;
@@ -73,6 +91,7 @@ const ENGINES: [Engine; 3] = [
         decode_ns: 800_000,
         gap_base_us: 12_000,
         gap_ns: 300_000,
+        load_ns: [0; LOWER_TIERS],
     },
     Engine {
         base_us: 5_000,
@@ -80,6 +99,7 @@ const ENGINES: [Engine; 3] = [
         decode_ns: 400_000,
         gap_base_us: 7_000,
         gap_ns: 150_000,
+        load_ns: [0; LOWER_TIERS],
     },
     Engine {
         base_us: 40_000,
@@ -87,6 +107,7 @@ const ENGINES: [Engine; 3] = [
         decode_ns: 5_000_000,
         gap_base_us: 40_000,
         gap_ns: 2_000_000,
+        load_ns: [0; LOWER_TIERS],
     },
 ];
 
@@ -123,6 +144,26 @@ fn learned_prices_converge_to_the_engines() {
             "{shown}"
         );
         assert!(learnt.trusted().is_some());
+    }
+}
+
+#[test]
+fn load_prices_are_within_a_tenth_after_500_requests() {
+    for load_ns in [[5_000, 30_000, 0], [20_000, 0, 45_000]] {
+        let engine = Engine {
+            load_ns,
+            ..ENGINES[0]
+        };
+        // Each sample is of 8 requests.
+        let prices = engine.taught(500 / 8).learnt().unwrap().prices;
+        assert!(is_near(prices.prefill_ns_per_token, engine.prefill_ns, 10));
+        let assumed = LoadPrices::ASSUMED.all();
+        for (tier, learnt) in prices.load.all().into_iter().enumerate() {
+            match load_ns[tier] {
+                0 => assert_eq!(learnt, assumed[tier], "nothing was loaded"),
+                true_ns => assert!(is_near(learnt, true_ns, 10), "{load_ns:?}: {prices:?}"),
+            }
+        }
     }
 }
 

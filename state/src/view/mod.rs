@@ -69,10 +69,16 @@ impl BlockView {
             shared: Arc::new(Shared {
                 directory: Swap::new(Arc::new(directory)),
                 shard_bits: shards.trailing_zeros(),
-                width: AtomicUsize::new(1),
+                width: AtomicUsize::new(0),
                 owned: (0..BACKENDS_MAX).map(|_| Default::default()).collect(),
             }),
         }
+    }
+
+    /// Whether the index has never had a backend, so that nothing can match.
+    #[must_use]
+    pub fn is_unused(&self) -> bool {
+        self.shared.width.load(Ordering::Acquire) == 0
     }
 
     /// Returns the number of blocks that `slot` is believed to own; 0 for a slot at or above

@@ -62,7 +62,7 @@ impl ViewWriter {
             view: BlockView::over(directory.clone(), shards),
             directory,
             shards: (0..shards).map(|_| Shard::new(empty.clone())).collect(),
-            width: 1,
+            width: 0,
         }
     }
 

@@ -18,7 +18,9 @@ use state::ids::{
     AgentSessionKey, ApiKeyId, AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId,
     SessionId, Slot, SourceKey, StreamCarrier, StreamId, UserKey,
 };
-use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
+use state::kv_events::{
+    KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate, LowerTier,
+};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 use state::quotas::UserLimits;
@@ -212,6 +214,23 @@ fn session() -> impl Strategy<Value = Item> {
     prop_oneof![3 => begin, 3 => turn, 2 => relocate, 1 => handle().prop_map(Item::EndSession)]
 }
 
+/// Returns `event` of the GPU as one of a lower tier, by name only if `is_copied`.
+fn on_tier(tier: LowerTier, is_copied: bool, event: KvEvent) -> KvEvent {
+    match event {
+        KvEvent::Stored { blocks, .. } if is_copied => KvEvent::TierCopied {
+            tier,
+            blocks: blocks.into_iter().map(|(engine, _)| engine).collect(),
+        },
+        KvEvent::Stored { parent, blocks } => KvEvent::TierStored {
+            tier,
+            parent,
+            blocks,
+        },
+        KvEvent::Removed { blocks } => KvEvent::TierRemoved { tier, blocks },
+        other => other,
+    }
+}
+
 /// Generates any report of a reader, valid or not.
 fn kv() -> impl Strategy<Value = Item> {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 1);
@@ -233,12 +252,19 @@ fn kv() -> impl Strategy<Value = Item> {
     let removed = prop::collection::vec(path(), 0..4).prop_map(move |paths| KvEvent::Removed {
         blocks: paths.iter().map(|path| engine(path)).collect(),
     });
+    let of_cache = (
+        prop::option::weighted(0.4, (0_usize..3, any::<bool>())),
+        prop_oneof![6 => stored, 4 => removed],
+    )
+        .prop_map(move |(below, event)| match below {
+            Some((tier, copied)) => on_tier(LowerTier::ALL[tier], copied, event),
+            None => event,
+        });
     let left_out = path().prop_map(move |path| KvEvent::LeftOut {
         parent: engine(&path),
     });
     let event = prop_oneof![
-        6 => stored,
-        4 => removed,
+        10 => of_cache,
         1 => left_out,
         1 => Just(KvEvent::Cleared),
     ];

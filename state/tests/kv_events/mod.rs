@@ -4,6 +4,7 @@ mod evictions;
 mod fixture;
 mod pool;
 mod scenes;
+mod tiers;
 mod under_way;
 
 use fixture::EventFixture;

@@ -15,6 +15,9 @@
 //! then one bit for whether it has a parent, and the number of blocks in the upper five bits (31 if
 //! the number follows). Then come \[the number\], \[the parent\] and the blocks. Integers are LEB128,
 //! hashes take eight bytes.
+//!
+//! An event of a tier below the GPU has one byte before that: kind 3 without a parent, and the tier
+//! in the upper five bits. Its own kinds are 0 stored, 1 removed and 2 copied.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;
@@ -23,7 +26,9 @@ use bincode::{Decode, Encode};
 
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use crate::ids::{BlockHash, EngineHash};
-use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
+use crate::kv_events::{
+    KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate, LowerTier,
+};
 
 const BEGIN: u8 = 0;
 const MESSAGE: u8 = 1;
@@ -38,6 +43,10 @@ const STORED: u8 = 0;
 const REMOVED: u8 = 1;
 const CLEARED: u8 = 2;
 const LEFT_OUT: u8 = 3;
+/// Kind of the byte before an event of a lower tier: [`LEFT_OUT`] without a parent.
+const TIER: u8 = 3;
+/// Kind of an event that copies blocks to a lower tier.
+const COPIED: u8 = 2;
 const KIND: u8 = 3;
 const HAS_PARENT: u8 = 4;
 const COUNT_SHIFT: u32 = 3;
@@ -153,15 +162,23 @@ fn put_message<E: Encoder>(encoder: &mut E, message: &KvMessage) -> Result<(), E
     put(encoder, message.events.len() as u64)?;
     for event in &message.events {
         match event {
-            KvEvent::Stored { parent, blocks } => {
-                let flag = if parent.is_some() { HAS_PARENT } else { 0 };
-                put_head(encoder, STORED | flag, blocks.len())?;
-                parent.map_or(Ok(()), |parent| parent.encode(encoder))?;
-                blocks.iter().try_for_each(|block| block.encode(encoder))?;
+            KvEvent::Stored { parent, blocks } => put_stored(encoder, *parent, blocks)?,
+            KvEvent::Removed { blocks } => put_names(encoder, REMOVED, blocks)?,
+            KvEvent::TierStored {
+                tier,
+                parent,
+                blocks,
+            } => {
+                put_tier(encoder, *tier)?;
+                put_stored(encoder, *parent, blocks)?;
             }
-            KvEvent::Removed { blocks } => {
-                put_head(encoder, REMOVED, blocks.len())?;
-                blocks.iter().try_for_each(|block| block.encode(encoder))?;
+            KvEvent::TierCopied { tier, blocks } => {
+                put_tier(encoder, *tier)?;
+                put_names(encoder, COPIED, blocks)?;
+            }
+            KvEvent::TierRemoved { tier, blocks } => {
+                put_tier(encoder, *tier)?;
+                put_names(encoder, REMOVED, blocks)?;
             }
             KvEvent::Cleared => put_byte(encoder, CLEARED)?,
             KvEvent::LeftOut { parent } => {
@@ -171,6 +188,30 @@ fn put_message<E: Encoder>(encoder: &mut E, message: &KvMessage) -> Result<(), E
         }
     }
     Ok(())
+}
+
+fn put_tier<E: Encoder>(encoder: &mut E, tier: LowerTier) -> Result<(), EncodeError> {
+    put_byte(encoder, TIER | (tier.at() as u8) << COUNT_SHIFT)
+}
+
+fn put_stored<E: Encoder>(
+    encoder: &mut E,
+    parent: Option<EngineHash>,
+    blocks: &[(EngineHash, BlockHash)],
+) -> Result<(), EncodeError> {
+    let flag = if parent.is_some() { HAS_PARENT } else { 0 };
+    put_head(encoder, STORED | flag, blocks.len())?;
+    parent.map_or(Ok(()), |parent| parent.encode(encoder))?;
+    blocks.iter().try_for_each(|block| block.encode(encoder))
+}
+
+fn put_names<E: Encoder>(
+    encoder: &mut E,
+    kind: u8,
+    blocks: &[EngineHash],
+) -> Result<(), EncodeError> {
+    put_head(encoder, kind, blocks.len())?;
+    blocks.iter().try_for_each(|block| block.encode(encoder))
 }
 
 fn put_head<E: Encoder>(encoder: &mut E, kind: u8, count: usize) -> Result<(), EncodeError> {
@@ -203,24 +244,57 @@ fn get_event<D: Decoder>(decoder: &mut D) -> Result<KvEvent, DecodeError> {
         let parent = EngineHash::decode(decoder)?;
         return Ok(KvEvent::LeftOut { parent });
     }
-    let count = match usize::from(head >> COUNT_SHIFT) {
-        COUNT_FOLLOWS => get_count(decoder)?,
-        count => count,
-    };
-    match (head & KIND, head & HAS_PARENT != 0) {
-        (STORED, has_parent) => Ok(KvEvent::Stored {
-            parent: if has_parent {
-                Some(EngineHash::decode(decoder)?)
-            } else {
-                None
-            },
+    if head & (KIND | HAS_PARENT) == TIER {
+        let tier = LowerTier::ALL.get(usize::from(head >> COUNT_SHIFT));
+        let tier = *tier.ok_or_else(|| unknown("tier", head >> COUNT_SHIFT))?;
+        return get_tier_event(decoder, tier);
+    }
+    match get_kind(decoder, head)? {
+        (STORED, has_parent, count) => Ok(KvEvent::Stored {
+            parent: get_parent(decoder, has_parent)?,
             blocks: get_hashes::<(EngineHash, BlockHash), D>(decoder, count)?,
         }),
-        (REMOVED, false) => Ok(KvEvent::Removed {
+        (REMOVED, false, count) => Ok(KvEvent::Removed {
             blocks: get_hashes::<EngineHash, D>(decoder, count)?,
         }),
         _ => Err(unknown("KV event", head)),
     }
+}
+
+fn get_tier_event<D: Decoder>(decoder: &mut D, tier: LowerTier) -> Result<KvEvent, DecodeError> {
+    let head = get_byte(decoder)?;
+    match get_kind(decoder, head)? {
+        (STORED, has_parent, count) => Ok(KvEvent::TierStored {
+            tier,
+            parent: get_parent(decoder, has_parent)?,
+            blocks: get_hashes::<(EngineHash, BlockHash), D>(decoder, count)?,
+        }),
+        (COPIED, false, count) => Ok(KvEvent::TierCopied {
+            tier,
+            blocks: get_hashes::<EngineHash, D>(decoder, count)?,
+        }),
+        (REMOVED, false, count) => Ok(KvEvent::TierRemoved {
+            tier,
+            blocks: get_hashes::<EngineHash, D>(decoder, count)?,
+        }),
+        _ => Err(unknown("KV event of a tier", head)),
+    }
+}
+
+/// Returns the kind of an event, whether it has a parent, and the number of its blocks.
+fn get_kind<D: Decoder>(decoder: &mut D, head: u8) -> Result<(u8, bool, usize), DecodeError> {
+    let count = match usize::from(head >> COUNT_SHIFT) {
+        COUNT_FOLLOWS => get_count(decoder)?,
+        count => count,
+    };
+    Ok((head & KIND, head & HAS_PARENT != 0, count))
+}
+
+fn get_parent<D: Decoder>(
+    decoder: &mut D,
+    has_parent: bool,
+) -> Result<Option<EngineHash>, DecodeError> {
+    has_parent.then(|| EngineHash::decode(decoder)).transpose()
 }
 
 fn get_hashes<T: Decode<D::Context>, D: Decoder>(

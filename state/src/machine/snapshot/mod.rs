@@ -28,6 +28,7 @@ use crate::error::SnapshotError;
 use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::kv_events::FollowedImage;
+use crate::kv_events::tiers::TierIndexes;
 use crate::ownership::FrozenOwnership;
 use crate::streams::StreamsView;
 use crate::trees::TreesImage;
@@ -200,7 +201,7 @@ impl RouterState {
         let base = input.offset;
         let read = self
             .ownership
-            .restore_reported(&mut input, &|slot| fresh.exact.reports(slot))
+            .restore_reported(&mut input, &|slot| fresh.exact.reports(0, slot))
             .map_err(|fault| SnapshotError {
                 offset: base + fault.offset,
                 what: fault.what,
@@ -218,10 +219,11 @@ impl RouterState {
                 .write_to(&mut bytes)
                 .expect("writing into memory cannot fail");
             self.ownership
-                .restore_reported(&mut &*bytes, &|slot| self.exact.reports(slot))
+                .restore_reported(&mut &*bytes, &|slot| self.exact.reports(0, slot))
                 .expect("what was written can be read");
             return Err(fault);
         }
+        fresh.show_tiers(std::mem::take(&mut self.tiers));
         fresh.view = std::sync::Arc::clone(&self.view);
         *self = fresh;
         self.cold_changed();
@@ -246,6 +248,12 @@ impl RouterState {
         self.view.publish_time(self.time.now_ms);
         self.view.publish_applied(applied);
         Ok(())
+    }
+
+    /// Derives the indexes of lower tiers and shows them to the readers of `shown`.
+    pub(super) fn show_tiers(&mut self, shown: TierIndexes) {
+        self.tiers = shown;
+        self.tiers.adopt(self.exact.tier_indexes());
     }
 
     /// Derives the KV-event state that an image omits. An error describes the first fault.

@@ -55,6 +55,57 @@ fn cost_weighs_work_by_the_mean_queue() {
 }
 
 #[test]
+fn cost_weighs_loading_against_computing_and_waiting() {
+    let policy = policy();
+    let chosen = |candidates: &[Candidate]| choose(&policy, &REQUEST, candidates).unwrap();
+    let loads = |slot, matched, loaded, pending| Candidate {
+        loaded: LowerTierBlocks::from(loaded),
+        ..backend(slot, matched, pending)
+    };
+    // 1,440 tokens from memory take 7 ms, computing them 144 ms; 160 are computed in any case.
+    let (cold, warm) = (backend(0, 0, 0), loads(1, 90, [90, 0, 0], 0));
+    let all = scores(&policy, &REQUEST, &[cold, warm]);
+    assert_eq!([all[0].score, all[1].score], [160_000_000, 23_200_000]);
+    let choice = chosen(&[cold, warm]);
+    assert_eq!((choice.slot, choice.loaded.cpu), (Slot(1), 90));
+    // What is on the GPU is better still, unless it has to wait longer than the others load.
+    let on_gpu = |pending| backend(0, 90, pending);
+    assert_eq!(chosen(&[on_gpu(0), warm]).slot, Slot(0));
+    assert_eq!(chosen(&[on_gpu(100), warm]).slot, Slot(1));
+    // A store that is slower than the engine computes is worth nothing.
+    let slow = Prices {
+        prefill_ns_per_token: 40_000,
+        decode_ns_per_request: 0,
+        prefill_range_ns: None,
+        decode_range_ns: None,
+        load: LoadPrices::ASSUMED,
+    };
+    let priced = |candidate| Candidate {
+        prices: Some(slow),
+        ..candidate
+    };
+    let stored = priced(loads(1, 90, [0, 0, 90], 0));
+    assert_eq!(chosen(&[priced(cold), stored]).slot, Slot(0));
+    // Loaded blocks take places on the GPU.
+    let full = Candidate {
+        free_blocks: 10,
+        ..warm
+    };
+    let score = scores(&policy, &REQUEST, &[full])[0].score;
+    assert_eq!(score, 23_200_000 + 90 * 16 * 100_000);
+    let offloads = Candidate {
+        evicts_to: Some(LowerTier::Cpu),
+        ..full
+    };
+    let score = scores(&policy, &REQUEST, &[offloads])[0].score;
+    assert_eq!(
+        score,
+        23_200_000 + 90 * 16 * 5_000,
+        "evicted blocks are loaded again"
+    );
+}
+
+#[test]
 fn cost_copies_a_prefix_in_proportion_to_the_wait_avoided() {
     // A copy costs 1,440 tokens of work; a request that follows the prefix waits for those ahead.
     for ahead in [90, 360, 720, 1296] {

@@ -105,17 +105,20 @@ prop_compose! {
 prop_compose! {
     fn candidate()(
         matched in edge(), running in edge(), pending in edge(), waiting in edge(),
-        free_blocks in edge(),
+        free_blocks in edge(), loaded in prop::array::uniform3(edge()),
+        evicts_to in prop::option::of(prop::sample::select(LowerTier::ALL.to_vec())),
         pending_prefill_tokens in prop_oneof![0_u64..100_000, Just(u64::MAX)],
         kv_usage_permille in 0_u32..=1000, is_model_listed: bool,
         prices: Option<([u32; 2], [Option<(u32, u32)>; 2])>,
     ) -> Candidate {
         Candidate {
             slot: Slot(0), matched, running, pending, waiting, pending_prefill_tokens, kv_usage_permille,
-            free_blocks, is_model_listed,
+            free_blocks, is_model_listed, loaded: LowerTierBlocks::from(loaded),
+            evicts_to,
             prices: prices.map(|(prices, ranges)| Prices {
                 prefill_ns_per_token: prices[0], decode_ns_per_request: prices[1],
                 prefill_range_ns: ordered(ranges[0]), decode_range_ns: ordered(ranges[1]),
+                load: LoadPrices::ASSUMED,
             }),
         }
     }
@@ -443,6 +446,7 @@ fn cost_uses_learned_prices_or_their_mean() {
             decode_ns_per_request: 0,
             prefill_range_ns: Some((prefill_ns_per_token, prefill_ns_per_token)),
             decode_range_ns: None,
+            load: LoadPrices::ASSUMED,
         }),
         ..Candidate::default()
     };

@@ -19,6 +19,12 @@ fn cost() -> PolicyConfig {
 const BUSY: Candidate = Candidate {
     slot: Slot(99),
     matched: 0,
+    loaded: LowerTierBlocks {
+        cpu: 0,
+        disk: 0,
+        store: 0,
+    },
+    evicts_to: None,
     running: 0,
     pending: 0,
     waiting: 0,
@@ -61,6 +67,7 @@ fn uncached_prompt_length_decides_on_disaggregation() {
     let whole = |matched| Choice {
         slot: Slot(0),
         matched,
+        loaded: LowerTierBlocks::default(),
         reason: Reason::LeastCost,
     };
     let decided = |disaggregate, matched| {
