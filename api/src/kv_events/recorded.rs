@@ -8,7 +8,7 @@ use state::command::{BackendSpec, Command, Envelope, Founding, Item, Lane, Origi
 use state::ids::{
     AttemptId, BackendRef, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
 };
-use state::kv_events::{KvBatch, KvCondition};
+use state::kv_events::{KvBatch, KvCondition, LowerTier, LowerTierBlocks};
 use state::policy::{CostSettings, PolicyConfig};
 
 use super::fixtures::{self, RecordedMessage};
@@ -151,6 +151,25 @@ impl EventFixture {
         self.act(&mut |stream, _| stream.connected());
     }
 
+    /// Passes on the messages of `all` that the engine sent before `until_s`.
+    fn hear_until(
+        &mut self,
+        all: &'static [RecordedMessage],
+        until_s: f64,
+        mut also: impl FnMut(&RecordedMessage),
+    ) {
+        while let Some(message) = all.get(self.sent.len()) {
+            if message.at_s >= until_s {
+                break;
+            }
+            self.sent = &all[..=self.sent.len()];
+            also(message);
+            self.act(&mut |stream, around| {
+                stream.live(message.seq, message.payload.clone(), around);
+            });
+        }
+    }
+
     fn condition(&self) -> KvCondition {
         let status = self.steady.kv_status(self.backend.slot);
         status.map(|it| it.condition).unwrap()
@@ -228,16 +247,7 @@ fn the_state_equals_the_recorded_engines_cache() {
                 fixture.hand_over();
                 fixture.rebuilt = rebuilt(&fixture.steady);
             }
-            while let Some(message) = all.get(fixture.sent.len()) {
-                if message.at_s >= request.from_s {
-                    break;
-                }
-                fixture.sent = &all[..=fixture.sent.len()];
-                cache.hear(message);
-                fixture.act(&mut |stream, around| {
-                    stream.live(message.seq, message.payload.clone(), around);
-                });
-            }
+            fixture.hear_until(all, request.from_s, |message| cache.hear(message));
             fixture.check();
             let status = fixture.steady.kv_status(fixture.backend.slot).unwrap();
             let (held, reached) = cache.blocks();
@@ -272,5 +282,69 @@ fn the_state_equals_the_recorded_engines_cache() {
             predicted += 1;
         }
         assert!(predicted > 15, "{name}: {predicted}");
+    }
+}
+
+/// Checks that the state finds on each tier what a recorded engine with an `OffloadingConnector` found
+/// on its GPU and loaded from its lower tiers, to the token.
+#[test]
+fn loaded_tokens_equal_those_of_recorded_engines_with_tiers() {
+    const BLOCK_SIZE: u32 = 32;
+    for (name, tiers) in [
+        ("vllm032_offload_placeholder", [true, false]),
+        ("vllm032_offload_tiering_fs", [true, true]),
+    ] {
+        let all = fixtures::messages(name);
+        let mut fixture = EventFixture::new(BLOCK_SIZE);
+        let (mut predicted, mut loads) = (0, 0);
+        for (number, request) in fixtures::requests(name).into_iter().enumerate() {
+            if number % REQUESTS_PER_READER == 0 {
+                fixture.hand_over();
+                fixture.rebuilt = rebuilt(&fixture.steady);
+            }
+            // The engine reports a reset only in the next step that has events, and not whether it
+            // concerns all tiers.
+            if request.name.contains("reset") {
+                break;
+            }
+            fixture.hear_until(all, request.from_s, |_| {});
+            fixture.check();
+            let Some(hit) = request.hit.filter(|_| !request.prompt.is_empty()) else {
+                continue;
+            };
+            let scope = TokenScope {
+                model: MODEL,
+                salt: request.salt.as_deref().unwrap_or_default(),
+                block_size: BLOCK_SIZE,
+            };
+            let chain = chain_of_tokens(&HASH_SEED.into(), &scope, None, &request.prompt, &[]);
+            let matchable = request.prompt.len().saturating_sub(1) / BLOCK_SIZE as usize;
+            let view = fixture.steady.view();
+            let on_gpu = view.blocks.match_by_position(&chain[..matchable], Slot(0));
+            // Unlike on the GPU, the engine also finds a prompt's last block on lower tiers.
+            let mut loaded = LowerTierBlocks::default();
+            let mut found = on_gpu;
+            for (tier, level) in LowerTier::ALL.into_iter().zip(&view.tiers) {
+                let at_level = level.match_by_position(&chain, Slot(0));
+                loaded.extend(&mut found, tier, at_level);
+            }
+            let is = [on_gpu, loaded.total()].map(|blocks| f64::from(blocks * BLOCK_SIZE));
+            assert_eq!(
+                is,
+                [hit, request.loaded],
+                "{name}: {}: {loaded:?}",
+                request.name
+            );
+            predicted += 1;
+            loads += usize::from(request.loaded > 0.0);
+        }
+        assert!(predicted > 20 && loads > 8, "{name}: {predicted}, {loads}");
+        let status = fixture.steady.kv_status(fixture.backend.slot).unwrap();
+        let blocks = status.ranks[0].lower_tier_blocks;
+        assert_eq!(
+            [blocks.cpu > 0, blocks.disk > 0],
+            tiers,
+            "{name}: {blocks:?}"
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! Translates an engine's KV events into the router's block hashes.
 //!
 //! The router's hash of a block follows from its parent's hash and its tokens, so the engine's own
-//! hash function does not matter: its hashes are only names. The following are left out: blocks
-//! outside the GPU; groups of layers without full attention (their blocks come and go by other
+//! hash function does not matter: its hashes are only names. Blocks on tiers below the GPU are told
+//! by their names alone where the event does not describe them, or not fully; the state knows them
+//! from the GPU. The following are left out: groups of layers without full attention (their blocks come and go by other
 //! rules, and the full ones bound a prompt's hit); and blocks with further keys, such as media. A
 //! block with an unknown parent is set aside, within bounds, until the parent arrives: it is never
 //! taken for the start of a prompt. The cluster is told of the parent, because it may know it.
@@ -12,13 +13,13 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use bytes::Bytes;
 use state::ids::{BlockHash, EngineHash};
-use state::kv_events::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRejection};
+use state::kv_events::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRejection, LowerTier};
 use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{StreamContext, StreamCounts};
 use crate::engines::kv_transport::wire::{
-    self, BlockRemoved, BlockStored, CacheLocation, EngineEvent,
+    self, BlockKeys, BlockRemoved, BlockStored, CacheLocation, CacheMedium, EngineEvent,
 };
 use crate::prompt::{TokenScope, chain_of_tokens};
 
@@ -149,6 +150,17 @@ impl<'a> MessageParts<'a> {
         self.blocks += 1;
     }
 
+    /// Adds what `event` makes of up to as many `blocks` as still fit into a part, until all are in.
+    fn add_in_parts<T>(&mut self, mut blocks: &[T], mut event: impl FnMut(&[T]) -> KvEvent) {
+        while !blocks.is_empty() {
+            let (part, room) = self.open();
+            let (now, later) = blocks.split_at(room.min(blocks.len()));
+            part.push(event(now));
+            self.blocks += now.len();
+            blocks = later;
+        }
+    }
+
     fn clear(&mut self) {
         self.open().0.push(KvEvent::Cleared);
         self.blocks += 1;
@@ -184,7 +196,9 @@ impl PublishedBlocks {
     /// Learns the groups of layers and the block size from a message that was reported before.
     pub(super) fn learn_groups(&mut self, payload: &Bytes) {
         for event in wire::decode(payload).unwrap_or_default().events {
-            if let EngineEvent::Stored(stored) = event {
+            if let EngineEvent::Stored(stored) = event
+                && stored.place.medium == CacheMedium::Gpu
+            {
                 self.learn_group(&stored.place);
                 self.learn_parts(stored.block_size);
             }
@@ -224,6 +238,10 @@ impl PublishedBlocks {
         if stored.hashes.is_empty() || !self.is_indexed(&stored.place) {
             return Ok(());
         }
+        if let CacheMedium::Lower(tier) = stored.place.medium {
+            self.store_below(tier, stored, around, cut);
+            return Ok(());
+        }
         if !self.learn_parts(stored.block_size) {
             return Err(UnusableEventsError(KvRejection::BlockSize {
                 engine: stored.block_size,
@@ -254,34 +272,82 @@ impl PublishedBlocks {
                 }
             },
         };
-        let salt = stored.keys.salt.as_deref().unwrap_or_default();
-        let adapter = stored.keys.adapter.as_deref();
-        self.chain(parent, (adapter, salt), hashes, tokens, cut);
+        self.chain(parent, &stored.keys, hashes, tokens, cut);
         self.adopt(hashes, around, cut);
         Ok(())
     }
 
-    /// Adds blocks that follow `parent`. If it is `None`, they start a prompt with this adapter and
-    /// salt.
-    fn chain(
+    /// Adds blocks on a tier below the GPU: as the event describes them, or by their names.
+    fn store_below(
         &mut self,
-        parent: Option<(EngineHash, BlockHash)>,
-        (adapter, salt): (Option<&str>, &str),
-        hashes: &[EngineHash],
-        tokens: &[u32],
+        tier: LowerTier,
+        stored: &BlockStored,
+        around: &StreamContext<'_>,
         cut: &mut MessageParts<'_>,
     ) {
+        let names = self.names(&stored.hashes);
+        cut.counts.stored += names.len() as u64;
+        let parent = stored
+            .parent
+            .map(|parent| (parent, self.router_hash(parent, around)));
+        let is_described = stored.tokens.len() == names.len() * self.identity.block_size as usize
+            && !stored.keys.are_unknown
+            && stored.keys.foreign_from.is_none()
+            && stored.keys.has_adapter == stored.keys.adapter.is_some()
+            && parent.is_none_or(|(_, router)| router.is_some());
+        if !is_described {
+            cut.add_in_parts(&names, |names| KvEvent::TierCopied {
+                tier,
+                blocks: names.to_vec(),
+            });
+            return;
+        }
+        let router = parent.and_then(|(_, router)| router);
+        let blocks = self.hashed(router, &stored.keys, &names, &stored.tokens);
+        let mut parent = parent.map(|(engine, _)| engine);
+        cut.add_in_parts(&blocks, |blocks| {
+            let first = parent;
+            parent = blocks.last().map(|(engine, _)| *engine);
+            KvEvent::TierStored {
+                tier,
+                parent: first,
+                blocks: blocks.to_vec(),
+            }
+        });
+    }
+
+    /// Returns blocks with the router's hashes, which follow from their tokens and the block before
+    /// them. Without one, they start a prompt with these keys.
+    fn hashed(
+        &mut self,
+        parent: Option<BlockHash>,
+        keys: &BlockKeys,
+        hashes: &[EngineHash],
+        tokens: &[u32],
+    ) -> Vec<(EngineHash, BlockHash)> {
         let scope = TokenScope {
-            model: &self.identity.model_of(adapter),
-            salt,
+            model: &self.identity.model_of(keys.adapter.as_deref()),
+            salt: keys.salt.as_deref().unwrap_or_default(),
             block_size: self.identity.block_size,
         };
-        let hashing = &self.identity.hashing;
-        let chain = chain_of_tokens(hashing, &scope, parent.map(|(_, hash)| hash), tokens, &[]);
+        let chain = chain_of_tokens(&self.identity.hashing, &scope, parent, tokens, &[]);
         let blocks: Vec<_> = hashes.iter().copied().zip(chain).collect();
         for (engine, router) in &blocks {
             self.remember(*engine, *router);
         }
+        blocks
+    }
+
+    /// Adds blocks that follow `parent`. If it is `None`, they start a prompt with these keys.
+    fn chain(
+        &mut self,
+        parent: Option<(EngineHash, BlockHash)>,
+        keys: &BlockKeys,
+        hashes: &[EngineHash],
+        tokens: &[u32],
+        cut: &mut MessageParts<'_>,
+    ) {
+        let blocks = self.hashed(parent.map(|(_, hash)| hash), keys, hashes, tokens);
         cut.counts.stored += blocks.len() as u64;
         cut.store(parent.map(|(engine, _)| engine), &blocks);
     }
@@ -307,7 +373,8 @@ impl PublishedBlocks {
                     break;
                 };
                 let OrphanBlocks { hashes, tokens, .. } = orphans;
-                self.chain(Some((parent, known)), (None, ""), &hashes, &tokens, cut);
+                let (parent_of_all, keys) = (Some((parent, known)), BlockKeys::default());
+                self.chain(parent_of_all, &keys, &hashes, &tokens, cut);
                 parents.extend(hashes);
             }
         }
@@ -334,7 +401,16 @@ impl PublishedBlocks {
         if !self.is_indexed(&removed.place) {
             return;
         }
-        for hash in self.names(&removed.hashes) {
+        let names = self.names(&removed.hashes);
+        if let CacheMedium::Lower(tier) = removed.place.medium {
+            cut.counts.removed += names.len() as u64;
+            cut.add_in_parts(&names, |names| KvEvent::TierRemoved {
+                tier,
+                blocks: names.to_vec(),
+            });
+            return;
+        }
+        for hash in names {
             if !self.drop_orphan(hash) {
                 cut.counts.removed += 1;
                 cut.remove(hash);
@@ -405,9 +481,10 @@ impl PublishedBlocks {
         }
     }
 
-    /// Whether `place` is the followed cache: on the GPU, in the first group with full attention.
+    /// Whether the blocks at `place` are followed: on a known tier, in the first group with full
+    /// attention.
     fn is_indexed(&self, place: &CacheLocation) -> bool {
-        if place.is_offloaded || place.is_full_attention == Some(false) {
+        if place.medium == CacheMedium::Unknown || place.is_full_attention == Some(false) {
             return false;
         }
         let Some(group) = place.group else {

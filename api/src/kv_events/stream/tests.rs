@@ -85,6 +85,9 @@ impl View {
                 }
                 self.copies.retain(|_, copies| *copies > 0);
             }
+            KvEvent::TierStored { tier, .. }
+            | KvEvent::TierCopied { tier, .. }
+            | KvEvent::TierRemoved { tier, .. } => self.story += &format!("{} ", tier.name()),
             KvEvent::Cleared => self.forget(),
             KvEvent::LeftOut { parent } => self.story += &format!("without-child-of-{} ", parent.0),
         }

@@ -7,6 +7,7 @@
 //! transport bounds.
 
 use state::ids::EngineHash;
+use state::kv_events::LowerTier;
 
 use super::msgpack::{MsgpackError, MsgpackReader, MsgpackValue};
 
@@ -61,12 +62,39 @@ pub struct BlockRemoved {
 /// Location of blocks among an engine's caches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheLocation {
-    /// Whether the cache is outside the GPU's memory.
-    pub is_offloaded: bool,
+    /// Memory that holds the blocks.
+    pub medium: CacheMedium,
     /// Group of layers, in hybrid models; `None` if not given.
     pub group: Option<u32>,
     /// Whether the group has full attention; `None` if not given.
     pub is_full_attention: Option<bool>,
+}
+
+/// Memory that holds cached blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CacheMedium {
+    /// The GPU's.
+    #[default]
+    Gpu,
+    /// A tier below the GPU.
+    Lower(LowerTier),
+    /// A medium of an unknown name.
+    Unknown,
+}
+
+impl CacheMedium {
+    /// Returns the medium of a name that vLLM (`CPU`, `STORAGE`) or SGLang uses (the others).
+    ///
+    /// LMCache's `cpu` is not among them: it never reports that a block was removed.
+    fn of(name: &[u8]) -> Self {
+        match name {
+            b"GPU" => Self::Gpu,
+            b"CPU" | b"CPU_PINNED" => Self::Lower(LowerTier::Cpu),
+            b"STORAGE" | b"DISK" => Self::Lower(LowerTier::Disk),
+            b"EXTERNAL" => Self::Lower(LowerTier::Store),
+            _ => Self::Unknown,
+        }
+    }
 }
 
 /// Attributes that distinguish blocks with equal tokens.
@@ -81,6 +109,9 @@ pub struct BlockKeys {
     /// Index of the first block with further keys: media, embeddings, or anything unknown. No hash
     /// of a prompt matches this block or those after it.
     pub foreign_from: Option<usize>,
+    /// Whether the event leaves open which keys the blocks have. vLLM's offloading connector does
+    /// (vllm/distributed/kv_transfer/kv_connector/v1/offloading/events.py).
+    pub are_unknown: bool,
 }
 
 impl BlockKeys {
@@ -217,6 +248,10 @@ fn tag_by_name<'a>(
 struct EventFields {
     stored: BlockStored,
     first_keys: Vec<String>,
+    /// Whether the event names further keys of the blocks' hashes, if only that there are none.
+    has_extra_keys: bool,
+    /// Whether the blocks are outside the engine's host.
+    is_remote: bool,
 }
 
 impl EventFields {
@@ -251,10 +286,13 @@ impl EventFields {
             }
             b"cache_salt" => keys.salt = text(head(pack)?).filter(|salt| !salt.is_empty()),
             b"extra_keys" => self.read_extra_keys(pack)?,
+            b"locality" => self.is_remote = head(pack)? == MsgpackValue::Text(b"REMOTE"),
             b"medium" => {
-                let medium = head(pack)?;
-                place.is_offloaded =
-                    !matches!(medium, MsgpackValue::Nil | MsgpackValue::Text(b"GPU"));
+                place.medium = match head(pack)? {
+                    MsgpackValue::Nil => CacheMedium::Gpu,
+                    MsgpackValue::Text(name) => CacheMedium::of(name),
+                    _ => CacheMedium::Unknown,
+                };
             }
             b"group_idx" => {
                 if let MsgpackValue::Integer(group) = head(pack)? {
@@ -277,6 +315,8 @@ impl EventFields {
     /// in the entries of the blocks that contain the media.
     fn read_extra_keys(&mut self, pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         let before = *pack;
+        self.has_extra_keys = head(pack)? != MsgpackValue::Nil;
+        *pack = before;
         let MsgpackValue::Array(blocks) = pack.value()? else {
             *pack = before;
             return pack.skip();
@@ -308,7 +348,15 @@ impl EventFields {
         let Self {
             mut stored,
             mut first_keys,
+            has_extra_keys,
+            is_remote,
         } = self;
+        let place = &mut stored.place;
+        if is_remote && place.medium == CacheMedium::Lower(LowerTier::Disk) {
+            place.medium = CacheMedium::Lower(LowerTier::Store);
+        }
+        stored.keys.are_unknown =
+            place.medium != CacheMedium::Gpu && place.group.is_some() && !has_extra_keys;
         if !is_stored {
             return EngineEvent::Removed(BlockRemoved {
                 hashes: stored.hashes,

@@ -38,7 +38,8 @@ fn recorded_streams_decode_completely() {
                         assert_eq!(stored.block_size, block_size);
                         let tokens = stored.hashes.len() * block_size as usize;
                         assert_eq!(stored.tokens.len(), tokens);
-                        assert!(!stored.place.is_offloaded && !stored.keys.has_adapter);
+                        assert_eq!(stored.place.medium, CacheMedium::Gpu);
+                        assert!(!stored.keys.has_adapter);
                         assert_eq!(stored.keys.foreign_from, None);
                     }
                     EngineEvent::Removed(removed) => assert_eq!(removed.hashes.len(), 1),
@@ -97,12 +98,47 @@ fn unknown_fields_and_kinds_are_skipped() {
         panic!("a removal");
     };
     assert_eq!(removed.hashes, [EngineHash(5)]);
-    assert!(removed.place.is_offloaded);
+    let cpu = CacheMedium::Lower(LowerTier::Cpu);
+    assert_eq!(removed.place.medium, cpu);
     assert_eq!(one(b"\x92\xa3New\x01"), EngineEvent::Unknown);
     assert_eq!(one(b"\x81\xa4type\xa3New"), EngineEvent::Unknown);
     assert_eq!(one(b"\x91\xb0AllBlocksCleared"), EngineEvent::Cleared);
     assert_eq!(one(b"\x07"), EngineEvent::Unknown);
     assert_eq!(one(b"\x90"), EngineEvent::Unknown);
+}
+
+#[test]
+fn mediums_of_engines_name_their_tiers() {
+    let medium_of = |medium: &str, locality: Option<&str>| {
+        let mut event = vec![0x83 + u8::from(locality.is_some())];
+        let fields = [("type", "BlockRemoved"), ("medium", medium)];
+        let locality = locality.map(|value| ("locality", value));
+        for (name, value) in fields.into_iter().chain(locality) {
+            text(&mut event, name);
+            text(&mut event, value);
+        }
+        text(&mut event, "block_hashes");
+        event.extend(b"\x91\x05");
+        match one(&event) {
+            EngineEvent::Removed(removed) => removed.place.medium,
+            other => panic!("{other:?}"),
+        }
+    };
+    let lower = CacheMedium::Lower;
+    for (name, medium) in [
+        ("GPU", CacheMedium::Gpu),
+        ("CPU", lower(LowerTier::Cpu)),
+        ("CPU_PINNED", lower(LowerTier::Cpu)),
+        ("STORAGE", lower(LowerTier::Disk)),
+        ("DISK", lower(LowerTier::Disk)),
+        ("EXTERNAL", lower(LowerTier::Store)),
+        ("TAPE", CacheMedium::Unknown),
+    ] {
+        assert_eq!(medium_of(name, None), medium, "{name}");
+    }
+    let remote = medium_of("STORAGE", Some("REMOTE"));
+    assert_eq!(remote, lower(LowerTier::Store));
+    assert_eq!(medium_of("CPU", Some("LOCAL")), lower(LowerTier::Cpu));
 }
 
 #[test]
