@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use state::Backend;
-use state::kv_events::KvMode;
+use state::kv_events::{KvMode, LOWER_TIERS, LowerTier};
 use state::service::{BackendServiceView, CapacitySource, LearntPrices};
+use state::{Backend, Registry};
 use tokio::time::Instant;
 
 use super::{MetricsPage, ScrapedReplica};
@@ -104,6 +104,7 @@ impl ScrapedReplica {
                 .map(|(id, it)| (id.clone(), i64::from(*it == mode)));
             page.gauges(name, help, "backend", of_modes)?;
         }
+        self.lower_tiers(page, &registry)?;
         let read: Vec<(String, BackendStreams)> = registry
             .backends
             .iter()
@@ -141,6 +142,42 @@ impl ScrapedReplica {
                 )
             });
             page.counters(name, help, "backend", of_read)?;
+        }
+        Ok(())
+    }
+}
+
+impl ScrapedReplica {
+    /// Writes the blocks that engines hold on each tier below the GPU and on no faster one.
+    fn lower_tiers(&self, page: &mut MetricsPage<'_>, registry: &Registry) -> fmt::Result {
+        const NAMES: [(&str, &str); LOWER_TIERS] = [
+            (
+                "quorate_backend_cpu_tier_blocks",
+                "Cached blocks in memory of the engine's host and not on its GPU",
+            ),
+            (
+                "quorate_backend_disk_tier_blocks",
+                "Cached blocks on the engine's disk and on no faster tier",
+            ),
+            (
+                "quorate_backend_store_tier_blocks",
+                "Cached blocks in a store shared by engines and on no faster tier",
+            ),
+        ];
+        for ((name, help), tier) in NAMES.into_iter().zip(LowerTier::ALL) {
+            let blocks = registry.backends.iter().filter_map(|backend| {
+                let slot = backend.handle.slot;
+                let level = self.view.tiers[tier.at()].owned(slot);
+                let faster = self.view.tiers[..tier.at()].iter().map(|it| it.owned(slot));
+                let faster = faster.fold(self.view.blocks.owned(slot), u32::max);
+                (level > 0).then(|| {
+                    (
+                        backend.spec.id.clone(),
+                        i64::from(level.saturating_sub(faster)),
+                    )
+                })
+            });
+            page.gauges(name, help, "backend", blocks)?;
         }
         Ok(())
     }

@@ -38,6 +38,7 @@ use futures_util::future::BoxFuture;
 use http::HeaderMap;
 use state::StateView;
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
+use state::kv_events::LowerTierBlocks;
 use state::policy::{Handover, PolicyConfig, Reason, Touch};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
@@ -196,6 +197,8 @@ pub struct Decision {
     pub name: Arc<str>,
     /// Number of leading blocks that the backend is believed to hold.
     pub matched: u32,
+    /// Part of `matched` that the engine loads from tiers below the GPU.
+    pub loaded: LowerTierBlocks,
     /// Number of full blocks of the prompt.
     pub total: u32,
     /// Why the backend was chosen.
@@ -214,6 +217,22 @@ pub struct Decision {
     pub record: Option<Arc<DecisionRecord>>,
 }
 
+impl PrefillDecision {
+    /// Returns the number of leading blocks that the backend is believed to hold on its GPU.
+    #[must_use]
+    pub fn on_gpu(&self) -> u32 {
+        self.matched.saturating_sub(self.loaded.total())
+    }
+}
+
+impl Decision {
+    /// Returns the number of leading blocks that the backend is believed to hold on its GPU.
+    #[must_use]
+    pub fn on_gpu(&self) -> u32 {
+        self.matched.saturating_sub(self.loaded.total())
+    }
+}
+
 /// The backend that computes a request's prompt for the one that answers.
 #[derive(Debug, Clone)]
 pub struct PrefillDecision {
@@ -225,6 +244,8 @@ pub struct PrefillDecision {
     pub handover: Handover,
     /// Number of leading blocks that the backend is believed to hold.
     pub matched: u32,
+    /// Part of `matched` that the engine loads from tiers below the GPU.
+    pub loaded: LowerTierBlocks,
     /// Why the backend was chosen.
     pub reason: Reason,
     /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.

@@ -18,7 +18,9 @@ use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 use state::command::BackendRole;
 use state::ids::ReplicaId;
-use state::policy::{Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, RoutingSettings};
+use state::policy::{
+    Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, RoutingSettings, VisibleTiers,
+};
 
 use super::admission::AdmissionConfig;
 use super::form::{
@@ -277,6 +279,10 @@ pub struct RoutingConfig {
     /// created; later use `PUT /admin/v1/routing`.
     #[default(RoutingSettings::default().learn)]
     pub learn: bool,
+    /// Cache tiers of engines that policies see. Without it, `cost` sees all, because it knows what
+    /// loading from a tier costs, and other policies see the GPU. Read when a cluster is created;
+    /// later use `PUT /admin/v1/routing`.
+    pub tiers: Option<VisibleTiers>,
     /// Settings of the policies.
     #[serde(flatten)]
     pub policies: PolicyTables,

@@ -56,6 +56,7 @@ pub(super) fn settings(
     RoutingSettings {
         models,
         learn: file.routing.learn,
+        tiers: file.routing.tiers,
         ..RoutingSettings::default()
     }
 }

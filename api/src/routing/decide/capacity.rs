@@ -79,13 +79,15 @@ impl Decider {
     #[must_use]
     pub fn best_match(&self, ask: &RoutingRequest<'_>) -> u32 {
         let (fleet, mut best) = (self.fleet.table(), 0);
-        let blocks = &self.view.blocks;
-        blocks.match_prefix(matchable(ask), |slot, mut matched| {
-            if let Some(at) = fleet.registry.place(slot) {
-                fleet.leave_out_dropped(at, ask, &mut matched);
-            }
-            best = best.max(matched);
-        });
+        let lower = self.used_tiers().map(|(_, level)| level);
+        for level in std::iter::once(&self.view.blocks).chain(lower) {
+            level.match_prefix(matchable(ask), |slot, mut matched| {
+                if let Some(at) = fleet.registry.place(slot) {
+                    fleet.leave_out_dropped(at, ask, &mut matched);
+                }
+                best = best.max(matched);
+            });
+        }
         best
     }
 

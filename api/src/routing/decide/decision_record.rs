@@ -15,6 +15,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::{BackendRef, LogIndex};
+use state::kv_events::LowerTierBlocks;
 use state::policy::{
     self, Candidate, Choice, Handover, PolicyConfig, PolicyInputs, PolicyRequest, Prices, Reason,
     Score, UserTokens, WholeReason,
@@ -218,6 +219,8 @@ pub struct SeenBackendView {
     pub verdict: FilterVerdict,
     /// Number of leading blocks that it was believed to hold.
     pub matched: u32,
+    /// Part of `matched` that its engine would load from tiers below the GPU.
+    pub loaded: LowerTierBlocks,
     /// Number of requests in flight from all replicas heard recently.
     pub running: u32,
     /// Number of these without output so far.
@@ -512,6 +515,8 @@ impl SeenBackend {
         let Candidate {
             slot: _,
             matched,
+            loaded,
+            evicts_to: _,
             running,
             pending,
             waiting,
@@ -526,6 +531,7 @@ impl SeenBackend {
             backend: self.handle,
             verdict: self.verdict,
             matched,
+            loaded,
             running,
             pending,
             pending_prefill_tokens,

@@ -7,6 +7,7 @@ use serde::Serialize;
 use state::Backend;
 use state::command::EngineFacts;
 use state::ids::{BackendRef, LogIndex};
+use state::kv_events::LowerTierBlocks;
 use state::policy::{self, Candidate, PolicyConfig, Prices, Reason, Score, WholeReason};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
@@ -88,6 +89,9 @@ pub struct ExplainedBackend {
     /// candidates, this is the number that the policy uses, without the blocks that requests in
     /// flight will evict.
     pub matched: u32,
+    /// Leading blocks that it is expected to load from tiers below the GPU, behind those on the GPU.
+    /// Part of `matched`, unless the policy sees the GPU only.
+    pub loaded: LowerTierBlocks,
     /// Load from this replica.
     pub here: Load,
     /// Load from all replicas heard recently: the one that the policy uses.
@@ -138,8 +142,11 @@ impl Explanation {
 
 impl ExplainedBackend {
     /// Fills in the inputs and the result of the policy for a candidate.
-    fn competes(&mut self, candidate: &Candidate, score: &Score) {
+    fn competes(&mut self, candidate: &Candidate, score: &Score, shows_lower_tiers: bool) {
         self.matched = candidate.matched;
+        if shows_lower_tiers {
+            self.loaded = candidate.loaded;
+        }
         self.free_blocks = (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
         self.is_model_listed = Some(candidate.is_model_listed);
         self.prices = candidate.prices;
@@ -174,7 +181,9 @@ impl Decider {
         let (config, policy_source) = policy_of(&fleet, ask);
         let needs = config.needs();
         self.show_matches(&fleet, ask, &mut backends);
-        self.match_blocks(&fleet, ask, needs.match_by, &mut scratch);
+        let shows_lower_tiers = fleet.registry.routing.shows_lower_tiers(config);
+        let match_how = (needs.match_by, shows_lower_tiers);
+        self.match_blocks(&fleet, ask, match_how, &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
         let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
         let whole = WholeDecision {
@@ -197,7 +206,9 @@ impl Decider {
         });
         let scores = policy::scores(config, &request, &scratch.candidates);
         let competing = scratch.candidates.iter().zip(&scores).zip(&scratch.places);
-        competing.for_each(|((candidate, score), at)| backends[*at].competes(candidate, score));
+        for ((candidate, score), at) in competing {
+            backends[*at].competes(candidate, score, shows_lower_tiers);
+        }
         let no_choice = settled.as_ref().err().copied();
         let stages = settled.map(|settled| settled.view(|it| self.fleet.name_of(it)));
         let (prefill, whole) = stages.unwrap_or_default();
@@ -244,7 +255,11 @@ impl Decider {
         let matches = backends.iter_mut().map(|it| (it.backend, &mut it.matched));
         self.overlay.extend(chain, matches);
         for (at, shown) in backends.iter_mut().enumerate() {
+            shown.loaded = self.loaded_behind(chain, shown.backend.slot, shown.matched);
+            let matched = shown.matched + shown.loaded.total();
+            shown.matched = matched;
             fleet.leave_out_dropped(at, ask, &mut shown.matched);
+            shown.loaded.shorten(matched - shown.matched);
         }
     }
 
@@ -258,6 +273,7 @@ impl Decider {
             verdict: FilterVerdict::OtherModel,
             matched_applied: 0,
             matched: 0,
+            loaded: LowerTierBlocks::default(),
             here: self.load.here(backend.handle),
             cluster: self.load.cluster(backend.handle, now),
             engine_waiting: flags.map(|flags| flags.waiting),

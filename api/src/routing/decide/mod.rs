@@ -22,6 +22,7 @@ pub(super) mod routing_table;
 pub(super) mod select;
 pub(super) mod session;
 pub(super) mod stored_decision;
+pub(super) mod tiers;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -104,6 +105,14 @@ struct Chosen {
     record: Option<Arc<DecisionRecord>>,
 }
 
+impl AskedDecision<'_> {
+    /// Whether the policy sees blocks on tiers below the GPU.
+    fn shows_lower_tiers(&self) -> bool {
+        let routing = &self.fleet.registry.routing;
+        routing.shows_lower_tiers(self.config)
+    }
+}
+
 impl Decider {
     /// Chooses a backend for `ask` as of `now`. Uses only local memory and does no I/O.
     ///
@@ -154,6 +163,10 @@ impl Decider {
             prefill,
             record,
         } = chosen?;
+        let choice = match asked.shows_lower_tiers() {
+            true => choice,
+            false => self.with_lower_tiers(matchable(ask), choice),
+        };
         let backend = fleet.handle(at);
         let user = || user_of(&fleet, ask);
         let entered = match doubt {
@@ -174,6 +187,7 @@ impl Decider {
             backend,
             name: Arc::clone(fleet.name(at)),
             matched: choice.matched,
+            loaded: choice.loaded,
             total: u32::try_from(ask.identity.chain.len()).unwrap_or(u32::MAX),
             reason: choice.reason,
             policy: config.name(),
@@ -222,7 +236,8 @@ impl Decider {
             scratch.verdicts = verdicts;
             return Err(refusal);
         }
-        self.match_blocks(fleet, ask, needs.match_by, scratch);
+        let match_how = (needs.match_by, asked.shows_lower_tiers());
+        self.match_blocks(fleet, ask, match_how, scratch);
         self.supplement(fleet, &needs, scratch);
         let request = self.request(fleet, ask, &needs, turn);
         let whole = WholeDecision {
@@ -309,13 +324,18 @@ impl Decider {
         &self,
         fleet: &RoutingTable,
         ask: &RoutingRequest<'_>,
-        match_by: MatchBy,
+        (match_by, shows_lower_tiers): (MatchBy, bool),
         scratch: &mut DecisionScratch,
     ) {
         self.match_applied(matchable(ask), match_by, scratch);
         self.match_overlay(fleet, matchable(ask), scratch);
+        if shows_lower_tiers {
+            self.match_lower_tiers(matchable(ask), &mut scratch.candidates);
+        }
         for (candidate, at) in scratch.candidates.iter_mut().zip(&scratch.places) {
+            let matched = candidate.matched;
             fleet.leave_out_dropped(*at, ask, &mut candidate.matched);
+            candidate.loaded.shorten(matched - candidate.matched);
         }
     }
 
@@ -328,16 +348,14 @@ impl Decider {
             }
             return;
         }
-        let mut candidates = scratch.candidates.iter_mut().peekable();
-        blocks.match_prefix(chain, |slot, matched| {
-            while candidates
-                .next_if(|candidate| candidate.slot < slot)
-                .is_some()
-            {}
-            if let Some(candidate) = candidates.next_if(|candidate| candidate.slot == slot) {
-                candidate.matched = matched;
-            }
-        });
+        tiers::each_match(
+            blocks,
+            chain,
+            &mut scratch.candidates,
+            |candidate, found| {
+                candidate.matched = found;
+            },
+        );
     }
 
     /// Extends the matches with the overlay, then subtracts blocks about to be evicted.

@@ -151,7 +151,8 @@ impl Decider {
         let needed = whole.choice.is_none().then_some(Handover::Room);
         let admitted = self.admit_prefill(fleet, ask, now, needed, prefill);
         admitted.map_err(PairRejection::without_prefill)?;
-        self.match_blocks(fleet, ask, needs.match_by, prefill);
+        let shows_lower_tiers = fleet.registry.routing.shows_lower_tiers(config);
+        self.match_blocks(fleet, ask, (needs.match_by, shows_lower_tiers), prefill);
         self.supplement(fleet, &needs, prefill);
         let alone = whole.choice.map(|choice| {
             let mut alone = scratch.candidates.iter();
@@ -209,6 +210,7 @@ impl Decider {
             name: Arc::clone(&prefill.name),
             handover: prefill.handover,
             matched: prefill.choice.matched,
+            loaded: prefill.choice.loaded,
             reason: prefill.choice.reason,
             trial,
         })

@@ -99,7 +99,7 @@ impl BackendPace {
 
 #[cfg(test)]
 mod tests {
-    use state::policy::Prices;
+    use state::policy::{LoadPrices, Prices};
 
     use super::*;
 
@@ -154,6 +154,7 @@ mod tests {
                 decode_ns_per_request: 2_000_000,
                 prefill_range_ns: None,
                 decode_range_ns: None,
+                load: LoadPrices::ASSUMED,
             },
             first_token_base_us: 3_000,
             gap_base_us: 8_000,

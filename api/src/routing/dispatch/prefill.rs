@@ -60,14 +60,14 @@ impl Dispatcher {
     ) -> PrefillAttempt {
         let id = self.next_attempt();
         let (backend, chain) = (chosen.backend, &ask.identity.chain);
-        let prompt = PromptSize::of(ask.identity, chosen.matched);
-        let uncached_tokens = prompt.tokens - prompt.predicted;
+        let prompt = PromptSize::of(ask.identity, chosen.matched, chosen.loaded);
+        let work = prompt.work();
         let mut before = self.load.cluster(backend, now);
         before.running = before.running.saturating_sub(1);
         let open = OpenPrefill {
-            stopwatch: AttemptTimer::start(before, uncached_tokens, now),
+            stopwatch: AttemptTimer::start(before, work, now),
             trial: chosen.trial.clone(),
-            underway: place.into_guard(uncached_tokens),
+            underway: place.into_guard(work.computed),
             meter: self.fleet.meter(backend, &chosen.name),
             prompt,
             learnt: self.known.sent(backend, chain, chosen.matched),
@@ -75,7 +75,7 @@ impl Dispatcher {
             is_answered: false,
         };
         self.backends.sent(backend.slot, ask.model);
-        let held = self.held(backend, chain, chosen.matched);
+        let held = self.held(backend, chain, chosen.on_gpu());
         self.outbox
             .with(|outbox| outbox.acquire(id, backend, chain, held));
         PrefillAttempt {

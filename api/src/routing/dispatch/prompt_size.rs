@@ -1,5 +1,6 @@
 //! Estimates the size of a prompt and the part of it that is cached.
 
+use state::kv_events::{LOWER_TIERS, LowerTierBlocks};
 use state::ratios::TokenRatio;
 
 use crate::prompt::PromptIdentity;
@@ -14,6 +15,9 @@ pub(super) struct PromptSize {
     pub(super) is_exact: bool,
     /// Number of the `tokens` that are believed to be cached.
     pub(in crate::routing) predicted: u64,
+    /// Number of the `predicted` tokens that the engine loads from each tier below the GPU, fastest
+    /// first.
+    pub(super) loaded: [u64; LOWER_TIERS],
     /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
     pub(super) uses_cache: bool,
     /// Whether the engine's count of cached tokens is wrong, so that the prediction counts.
@@ -23,14 +27,38 @@ pub(super) struct PromptSize {
     pub(super) ratio: TokenRatio,
 }
 
+/// Work that a prompt causes at a backend, in tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(in crate::routing) struct PromptWork {
+    /// Tokens that are not cached.
+    pub(in crate::routing) computed: u64,
+    /// Tokens to load from each tier below the GPU, fastest first.
+    pub(in crate::routing) loaded: [u64; LOWER_TIERS],
+}
+
 impl PromptSize {
-    pub(in crate::routing) fn of(identity: &PromptIdentity, matched: u32) -> Self {
-        let (tail, matched) = (&identity.tail, matched as usize);
+    /// Returns what the engine has to do for the prompt, by what is believed to be cached.
+    pub(super) fn work(&self) -> PromptWork {
+        PromptWork {
+            computed: self.tokens - self.predicted,
+            loaded: self.loaded,
+        }
+    }
+
+    /// Returns the size of a prompt of which a backend holds `matched` leading blocks, `loaded` of
+    /// them on tiers below the GPU.
+    pub(in crate::routing) fn of(
+        identity: &PromptIdentity,
+        matched: u32,
+        loaded: LowerTierBlocks,
+    ) -> Self {
+        let tail = &identity.tail;
         let tokens = u64::from(identity.tokens);
-        let predicted = match tail.block_bytes {
-            0 => matched as u64 * u64::from(tail.tokens_per_block),
-            block_bytes => u64::from(tail.ratio.tokens(matched * block_bytes)),
+        let tokens_of = |blocks: u32| match tail.block_bytes {
+            0 => u64::from(blocks) * u64::from(tail.tokens_per_block),
+            block_bytes => u64::from(tail.ratio.tokens(blocks as usize * block_bytes)),
         };
+        let predicted = tokens_of(matched);
         Self {
             bytes: match tail.is_partial {
                 true => 0,
@@ -39,6 +67,7 @@ impl PromptSize {
             tokens,
             is_exact: tail.block_bytes == 0,
             predicted: predicted.min(tokens),
+            loaded: loaded.all().map(tokens_of),
             uses_cache: !tail.skips_cache,
             is_miscounted: false,
             block_tokens: tail.tokens_per_block,

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use super::hidden_output::BackendPace;
 use super::predictions::{Prediction, Predictions};
+use super::prompt_size::PromptWork;
 use crate::routing::Load;
 
 /// Minimum number of ended requests or of first tokens for a sample to be due. [`GAPS_MIN`] gaps
@@ -135,8 +136,8 @@ pub(super) struct AttemptTimer {
     dispatched: Instant,
     /// Load of the backend from all replicas just before the dispatch.
     before: Load,
-    /// Number of prompt tokens that were believed not to be cached.
-    uncached_tokens: u64,
+    /// Work on the prompt, by what was believed to be cached.
+    work: PromptWork,
     /// Time and number of output tokens at the last count; `None` before the first token.
     counted: Option<(Instant, u64)>,
     /// Time of the last output; of the dispatch before any output.
@@ -153,11 +154,11 @@ pub(super) struct RunningRequests {
 }
 
 impl AttemptTimer {
-    pub(in crate::routing) fn start(before: Load, uncached_tokens: u64, now: Instant) -> Self {
+    pub(in crate::routing) fn start(before: Load, work: PromptWork, now: Instant) -> Self {
         Self {
             dispatched: now,
             before,
-            uncached_tokens,
+            work,
             counted: None,
             last_output: now,
             generated: 0,
@@ -176,7 +177,7 @@ impl AttemptTimer {
 
     /// Returns the estimated pace of the attempt, given `running` requests at the backend.
     pub(super) fn pace(&self, learnt: Option<&LearntPrices>, running: u32) -> BackendPace {
-        BackendPace::of(learnt, self.before, self.uncached_tokens, running)
+        BackendPace::of(learnt, self.before, self.work.computed, running)
     }
 
     /// Adds the first token of a stream, at `now`, to `sample`. Later calls have no effect.
@@ -189,10 +190,25 @@ impl AttemptTimer {
         sample.first_tokens += 1;
         sample.first_token_us += micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);
         sample.prefill_tokens += self
-            .uncached_tokens
+            .work
+            .computed
             .saturating_add(self.before.pending_prefill_tokens)
             .min(TOKENS_MAX);
-        sample.first_running += u64::from(self.before.running).min(RUNNING_MAX);
+        for (sum, tokens) in sample.loaded_tokens.iter_mut().zip(self.work.loaded) {
+            *sum += tokens.min(TOKENS_MAX);
+        }
+        let running = u64::from(self.before.running).min(RUNNING_MAX);
+        sample.first_running += running;
+        if self.work.loaded.iter().any(|tokens| *tokens > 0) && self.before.waiting == 0 {
+            let loading = &mut sample.loading;
+            loading.requests += 1;
+            loading.first_token_us += micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);
+            loading.prefill_tokens += self.work.computed.min(TOKENS_MAX);
+            loading.running += running;
+            for (sum, tokens) in loading.loaded_tokens.iter_mut().zip(self.work.loaded) {
+                *sum += tokens.min(TOKENS_MAX);
+            }
+        }
     }
 
     /// Records output at `now`.

@@ -13,6 +13,7 @@ mod samples;
 mod saturated;
 mod shares;
 mod stories;
+mod tiers;
 mod tokens;
 mod turns;
 mod usage;

@@ -267,7 +267,7 @@ kv_events = "http://a:5557"
 "#,
         expect![[r#"
             5:10: routing.policy is "dlpm" (expected "cost" or "least-request" or "lmetric" or "prefix-cache" or "vllm-cache-aware" or "epp" or "chwbl" or "session" or "power-of-two" or "round-robin" or "random" or "least-kv" or "vtc-basic" or "preble-e2")
-            6:10: unknown key routing.dlpm (expected one of allow_override, chwbl, cost, epp, learn, lmetric, min_index_wait, policy, preble-e2, prefix-cache, session, vllm-cache-aware, vtc-basic)
+            6:10: unknown key routing.dlpm (expected one of allow_override, chwbl, cost, epp, learn, lmetric, min_index_wait, policy, preble-e2, prefix-cache, session, tiers, vllm-cache-aware, vtc-basic)
             17:13: backends[0].kv_events is not a usable endpoint (expected tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional ?ranks=N, or auto)
         "#]],
     );

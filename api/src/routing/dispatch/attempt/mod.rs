@@ -180,7 +180,7 @@ impl Dispatcher {
         let Stages {
             prompt,
             prefill,
-            computed_here,
+            work_here,
         } = self.begin_stages((&decision, prefill), ask, (&registry, now));
         let begins = terms.earlier.is_none();
         let expected = (begins && registry.admission.order == Order::VtcPred).then(|| {
@@ -189,11 +189,11 @@ impl Dispatcher {
         });
         let estimate = estimate(begins, &prompt, expected);
         let generated = terms.earlier.map_or(0, |earlier| earlier.output());
-        let stopwatch = AttemptTimer::start(self.load_before(backend, now), computed_here, now)
-            .after(generated);
-        let underway = place.into_guard(computed_here);
+        let stopwatch =
+            AttemptTimer::start(self.load_before(backend, now), work_here, now).after(generated);
+        let underway = place.into_guard(work_here.computed);
         self.backends.sent(backend.slot, ask.model);
-        let held = self.held(backend, &identity.chain, decision.matched);
+        let held = self.held(backend, &identity.chain, decision.on_gpu());
         let source = self.source_of(hash_seed, ask.user.api_key(), ask.model);
         let (user, advance, carried) = self.outbox.with(|outbox| {
             outbox.follow_names(registry.names_since);
@@ -225,7 +225,7 @@ impl Dispatcher {
             prefill,
             session: ask.session.filter(|_| begins),
             cached_max: None,
-            usage: terms.earlier.and_then(|earlier| earlier.usage),
+            usage: terms.earlier.and_then(|it| it.usage),
             form: None,
             unreported_bytes: 0,
             charged: charged_before(terms.earlier, (user, source)),

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::{Attempt, OpenAttempt};
 use crate::routing::dispatch::Dispatcher;
 use crate::routing::dispatch::prefill::PrefillAttempt;
-use crate::routing::dispatch::prompt_size::PromptSize;
+use crate::routing::dispatch::prompt_size::{PromptSize, PromptWork};
 use crate::routing::{AttemptEnd, Decision, ReservedPlace, RoutingRequest, Usage};
 
 /// The prefill stage of an attempt.
@@ -34,8 +34,8 @@ pub(super) struct Stages {
     pub(super) prompt: PromptSize,
     /// The prefill stage at another backend; `None` with a single backend.
     pub(super) prefill: Option<PrefillStage>,
-    /// Number of prompt tokens to compute at the backend that answers.
-    pub(super) computed_here: u64,
+    /// Work on the prompt at the backend that answers.
+    pub(super) work_here: PromptWork,
 }
 
 impl Dispatcher {
@@ -46,30 +46,30 @@ impl Dispatcher {
         ask: &RoutingRequest<'_>,
         (registry, now): (&Registry, Instant),
     ) -> Stages {
-        let size = |matched| PromptSize {
+        let size = |matched, loaded| PromptSize {
             // Each answer but the first finds the prompt in the cache, even if it was computed. SGLang
             // reports that, and vLLM reports the answer that ends last.
             is_miscounted: ask.identity.tail.has_samples,
-            ..PromptSize::of(ask.identity, matched)
+            ..PromptSize::of(ask.identity, matched, loaded)
         };
-        let here = size(decision.matched);
+        let here = size(decision.matched, decision.loaded);
         let Some((chosen, place)) = decision.prefill.as_ref().zip(place) else {
             return Stages {
-                computed_here: here.tokens - here.predicted,
+                work_here: here.work(),
                 prompt: here,
                 prefill: None,
             };
         };
         let attempt = self.begin_prefill((chosen, place), decision.touch, ask, (registry, now));
         Stages {
-            prompt: size(chosen.matched),
+            prompt: size(chosen.matched, chosen.loaded),
             prefill: Some(PrefillStage {
                 attempt: Some(attempt),
                 fetched: here,
                 cached_tokens: None,
                 ended: None,
             }),
-            computed_here: 0,
+            work_here: PromptWork::default(),
         }
     }
 }
