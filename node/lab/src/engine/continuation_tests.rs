@@ -5,6 +5,7 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 
 use super::fleet::{Engines, EnginesPlan};
+use super::offload::OffloadOptions;
 use super::tests::{ask, connect, events, send};
 use super::{EmulatedEngine, EngineHandle, EngineOptions};
 
@@ -192,6 +193,7 @@ async fn engines_of_a_demo_cluster_continue_each_others_answers() {
         count: 2,
         speed: 1000.0,
         blocks: None,
+        offload: OffloadOptions::default(),
         has_events: false,
         faults: None,
     };

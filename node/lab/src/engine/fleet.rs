@@ -7,6 +7,7 @@ use anyhow::Context as _;
 use state::command::BackendSpec;
 
 use super::events::{EventEncoding, PublisherFaults};
+use super::offload::OffloadOptions;
 use super::{EmulatedEngine, EngineHandle, EngineOptions, EventsOptions};
 
 /// Port that the first emulated engine tries; each further one tries the next. An engine whose port
@@ -24,6 +25,8 @@ pub struct EnginesPlan<'a> {
     pub speed: f64,
     /// Number of cache blocks of each emulated engine; `None` for the default.
     pub blocks: Option<u32>,
+    /// Cache tiers of each emulated engine below its GPU.
+    pub offload: OffloadOptions,
     /// Whether the engines publish KV events and replicas read them.
     pub has_events: bool,
     /// Faults to inject into the KV events, if any.
@@ -78,6 +81,7 @@ async fn start_one(plan: EnginesPlan<'_>, number: u8) -> anyhow::Result<EngineHa
                 form: EventEncoding::default(),
                 faults: plan.faults.cloned().unwrap_or_default(),
             }),
+            offload: plan.offload,
             ..EngineOptions::default()
         };
         options.shape.num_gpu_blocks = plan.blocks.unwrap_or(options.shape.num_gpu_blocks);

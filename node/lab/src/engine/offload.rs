@@ -9,7 +9,8 @@
 //! Nothing here reads a clock or knows of requests: the scheduler says which blocks of a sequence
 //! were computed or loaded, and spends the time that a load takes ([`OffloadTiers::load`]). The
 //! changes are recorded as [`OffloadEvent`]s, in vLLM's order: what a tier evicts comes before what
-//! it stores.
+//! it stores. As what CPU memory evicts must be on disk before its place is taken, the disk's changes
+//! come first.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -49,6 +50,20 @@ pub struct OffloadOptions {
     pub disk_load_ns: Option<u32>,
     /// Whether events describe their blocks, as with vLLM's `self_describing_kv_events`.
     pub is_described: bool,
+}
+
+impl OffloadOptions {
+    /// Returns the times to load a token from CPU memory and from disk, in nanoseconds, for an engine
+    /// that computes `prefill_tokens_per_s` prompt tokens per second.
+    #[must_use]
+    pub fn load_ns(&self, prefill_tokens_per_s: u32) -> [u64; 2] {
+        let compute_ns = 1_000_000_000 / u64::from(prefill_tokens_per_s.max(1));
+        let load_ns = |set: Option<u32>, part| set.map_or(compute_ns / part, u64::from);
+        [
+            load_ns(self.cpu_load_ns, CPU_LOAD_PART),
+            load_ns(self.disk_load_ns, DISK_LOAD_PART),
+        ]
+    }
 }
 
 /// Flags for the tiers below the GPU.
@@ -137,15 +152,10 @@ impl OffloadTiers {
     /// second.
     #[must_use]
     pub fn new(options: &OffloadOptions, prefill_tokens_per_s: u32) -> Self {
-        let compute_ns = 1_000_000_000 / u64::from(prefill_tokens_per_s.max(1));
-        let load_ns = |set: Option<u32>, part| set.map_or(compute_ns / part, u64::from);
         Self {
             cpu: LruBlocks::new(options.cpu_blocks),
             disk: LruBlocks::new(options.disk_blocks),
-            load_ns: [
-                load_ns(options.cpu_load_ns, CPU_LOAD_PART),
-                load_ns(options.disk_load_ns, DISK_LOAD_PART),
-            ],
+            load_ns: options.load_ns(prefill_tokens_per_s),
             is_described: options.is_described,
             events: Vec::new(),
         }
@@ -220,8 +230,8 @@ impl OffloadTiers {
         let block = |index: usize| block_of(sequence, kept - 1 - index, is_described);
         let mut admitted = self.cpu.admit(&deepest_first, block);
         admitted.stored.reverse();
-        self.note(OffloadTier::Cpu, &admitted);
         self.spill(&admitted.evicted);
+        self.note(OffloadTier::Cpu, &admitted);
     }
 
     /// Returns the changes since the last call, in order.

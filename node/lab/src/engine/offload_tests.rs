@@ -228,6 +228,26 @@ fn blocks_are_stored_in_prompt_order_after_others_made_room() {
     assert!(parents.eq(std::iter::once(None).chain(before).take(4)));
 }
 
+#[test]
+fn blocks_are_on_disk_before_they_leave_cpu_memory() {
+    let mut scheduler = Scheduler::new(SHAPE).with_offload(&tiers(4, 8));
+    let [first, second] = [1, 2].map(|own| prompt(16, own));
+    serve(&mut scheduler, first.clone());
+    scheduler.take_offload_events();
+    serve(&mut scheduler, second);
+    let events = scheduler.take_offload_events();
+    let [
+        OffloadEvent::Stored(OffloadTier::Disk, stored),
+        OffloadEvent::Removed(OffloadTier::Cpu, removed),
+        OffloadEvent::Stored(OffloadTier::Cpu, _),
+    ] = &events[..]
+    else {
+        panic!("{events:?}");
+    };
+    assert!(removed.iter().eq(first.hashes().iter().rev()));
+    assert!(stored.iter().map(|it| &it.hash).eq(removed));
+}
+
 /// The rules of the tiers with lists, least recently touched first.
 #[derive(Default)]
 struct NaiveTiers {

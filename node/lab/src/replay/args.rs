@@ -16,6 +16,7 @@ use super::progress::show;
 use super::targets::Targets;
 use super::trace::{self, LengthScale, TraceOptions};
 use crate::engine::fleet::EnginesPlan;
+use crate::engine::offload::OffloadOptions;
 use crate::terminal;
 
 /// Replay a recorded trace against running replicas or engines.
@@ -203,6 +204,7 @@ impl ReplayArgs {
                 count: self.engines,
                 speed: self.engine_speed,
                 blocks: self.engine_blocks,
+                offload: OffloadOptions::default(),
             },
             settings: &self.settings,
             speed: self.speed,

@@ -433,6 +433,9 @@ impl SimulateArgs {
             },
             oracle: self.oracle,
             learn: self.learn,
+            is_exact: engine.exact,
+            is_all_knowing: engine.all_knowing,
+            visible_tiers: engine.tiers,
             block_tokens: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
             backends,
             engine: engine.model(recorded),
@@ -448,10 +451,7 @@ impl SimulateArgs {
             seed: self.seed,
             ..SimPlan::default()
         };
-        plan.admission
-            .validate()
-            .map_err(|reject| SimulateArgsError::new(reject.to_string()))?;
-        Ok(plan)
+        checked(plan)
     }
 
     /// Returns the time until which requests arrive.
@@ -578,4 +578,22 @@ impl SimulateArgs {
         self.dress(&mut workload);
         workload
     }
+}
+
+/// Returns `plan` unless its settings conflict.
+fn checked(plan: SimPlan) -> Result<SimPlan, SimulateArgsError> {
+    if plan.is_exact && plan.ownership_lag.is_none() {
+        return Err(SimulateArgsError::new(
+            "--exact needs a log that replicas share",
+        ));
+    }
+    if (plan.is_exact || plan.is_all_knowing) && plan.scaling.is_some() {
+        return Err(SimulateArgsError::new(
+            "--exact and --all-knowing need engines that stay",
+        ));
+    }
+    plan.admission
+        .validate()
+        .map_err(|reject| SimulateArgsError::new(reject.to_string()))?;
+    Ok(plan)
 }

@@ -11,8 +11,9 @@ use std::collections::VecDeque;
 use super::events::Micros;
 use super::plan::{BatchTimes, EngineModel, micros};
 use super::workload::SimPrompt;
+use crate::engine::cache::BlockEvent;
 use crate::engine::model::{ComputeJob, Finish, RequestId, Scheduler};
-use crate::engine::offload::{OffloadOptions, TierTokens};
+use crate::engine::offload::{OffloadEvent, OffloadOptions, TierTokens};
 
 /// Progress of a request at the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,6 +156,36 @@ impl SimEngine {
         }
     }
 
+    /// Iterates over the numbers of the requests in flight.
+    pub fn in_flight(&self) -> impl Iterator<Item = usize> {
+        let ids = match &self.model {
+            EngineTiming::Continuous { ids, .. } => ids.as_slice(),
+            EngineTiming::Static { .. } => &[],
+        };
+        ids.iter().map(|(number, _)| *number)
+    }
+
+    /// Returns the number of tokens that this engine has still to compute of all prompts.
+    #[must_use]
+    pub fn prefill_left(&self) -> u64 {
+        match &self.model {
+            EngineTiming::Continuous { scheduler, .. } => scheduler.prefill_left(),
+            EngineTiming::Static { .. } => 0,
+        }
+    }
+
+    /// Returns the number of blocks that this engine can compute before it evicts any.
+    #[must_use]
+    pub fn uncached_blocks(&self) -> u32 {
+        match &self.model {
+            EngineTiming::Continuous { scheduler, .. } => {
+                let usable = scheduler.stats().usable_blocks;
+                usable.saturating_sub(count(scheduler.cached_hashes()))
+            }
+            EngineTiming::Static { .. } => u32::MAX,
+        }
+    }
+
     /// Returns the number of prompt tokens that this engine would compute before this prompt's first
     /// output token.
     #[must_use]
@@ -224,8 +255,6 @@ impl SimEngine {
                 ids,
             } => {
                 let progress = scheduler.finish_step();
-                // Replicas learn from leases here, so the cache's events are dropped.
-                drop((scheduler.take_events(), scheduler.take_offload_events()));
                 let found = scheduler.found().iter();
                 let served = progress.into_iter().zip(found).map(|(progress, found)| {
                     let number = usize::try_from(progress.id.0).expect("ids count from 0");
@@ -256,6 +285,17 @@ impl SimEngine {
                 });
                 served.collect()
             }
+        }
+    }
+
+    /// Returns the changes of the cache since the last call: those on the GPU, and those on the tiers
+    /// below it.
+    pub fn take_events(&mut self) -> (Vec<BlockEvent>, Vec<OffloadEvent>) {
+        match &mut self.model {
+            EngineTiming::Continuous { scheduler, .. } => {
+                (scheduler.take_events(), scheduler.take_offload_events())
+            }
+            EngineTiming::Static { .. } => (Vec::new(), Vec::new()),
         }
     }
 

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use state::policy::VisibleTiers;
+
+use super::parse::tiers;
 use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel};
 use super::recorded::RecordedDemand;
 use crate::engine::model::EngineShape;
@@ -40,6 +43,15 @@ pub(super) struct SimEngineArgs {
     pub(super) static_batch: Option<u32>,
     #[command(flatten)]
     pub(super) offload: OffloadArgs,
+    /// Follow the engines' KV events, through the log, instead of inferring caches from leases
+    #[arg(long, conflicts_with_all = ["static_batch", "restart_at", "experiment"])]
+    pub(super) exact: bool,
+    /// Cache tiers that policies see, gpu or all, as `routing.tiers` [default: all for `cost`]
+    #[arg(long, value_name = "TIERS", requires = "exact", value_parser = tiers)]
+    pub(super) tiers: Option<VisibleTiers>,
+    /// Let the policy decide by the engines' true caches, work and prices, as no router can
+    #[arg(long, conflicts_with_all = ["static_batch", "prefill"])]
+    pub(super) all_knowing: bool,
 }
 
 impl SimEngineArgs {

@@ -20,6 +20,8 @@ mod disaggregation_args;
 pub mod engine;
 mod engine_args;
 pub mod events;
+#[cfg(test)]
+mod exact_tests;
 pub mod experiment;
 pub mod ideal;
 pub mod literal_policies;

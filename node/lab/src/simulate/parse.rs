@@ -1,6 +1,7 @@
 //! Parsers for the flags of `quorate simulate`.
 
 use state::admission::{Concurrency, Order};
+use state::policy::VisibleTiers;
 
 use super::events::Micros;
 use super::plan::micros;
@@ -12,6 +13,14 @@ pub(super) struct NewsLag(pub(super) Option<Micros>);
 pub(super) fn order(text: &str) -> Result<Order, String> {
     serde_json::from_value(text.into())
         .map_err(|_| "expected vtc, vtc-max-fair, vtc-pred, dlpm, lcf, rpm or fcfs".to_owned())
+}
+
+pub(super) fn tiers(text: &str) -> Result<VisibleTiers, String> {
+    match text {
+        "gpu" => Ok(VisibleTiers::Gpu),
+        "all" => Ok(VisibleTiers::All),
+        _ => Err("expected gpu or all".to_owned()),
+    }
 }
 
 pub(super) fn lag(text: &str) -> Result<NewsLag, String> {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use state::admission::{AdmissionSettings, Concurrency, Order};
-use state::policy::{CostSettings, PairSettings, PolicyConfig};
+use state::policy::{CostSettings, PairSettings, PolicyConfig, VisibleTiers};
 use state::users::FairnessSettings;
 
 use super::events::Micros;
@@ -35,6 +35,12 @@ pub struct SimPlan {
     pub oracle: bool,
     /// Whether `cost` learns its prices from measurements.
     pub learn: bool,
+    /// Whether replicas follow the engines' KV events, instead of inferring caches from leases.
+    pub is_exact: bool,
+    /// Whether the policy decides by the engines' true caches, work and prices.
+    pub is_all_knowing: bool,
+    /// Cache tiers that the policy sees (`routing.tiers`).
+    pub visible_tiers: Option<VisibleTiers>,
     /// Number of tokens per block, in router and engines.
     pub block_tokens: u32,
     /// Number of engines; with `scaling`, of those that can run at once.
@@ -225,6 +231,9 @@ impl Default for SimPlan {
             clients: ClientModel::default(),
             oracle: false,
             learn: false,
+            is_exact: false,
+            is_all_knowing: false,
+            visible_tiers: None,
             block_tokens: BLOCK_TOKENS,
             backends: 4,
             engine: EngineModel::Continuous(EngineShape {

@@ -41,6 +41,9 @@ pub fn tables(comparison: &SimComparison) -> String {
     if comparison.runs.iter().any(|run| run.agents.is_some()) {
         parts.push(format!("\n{}", agents(comparison)));
     }
+    if comparison.runs.iter().any(|run| run.tiers.is_some()) {
+        parts.push(format!("\n{}", tiers(comparison)));
+    }
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
         parts.push(format!("\n{}", fairness(comparison)));
     }
@@ -207,6 +210,29 @@ fn agents(comparison: &SimComparison) -> FittedTable {
             format!("{:.1}", 100.0 * agents.at_copy_with_room),
             format!("{:.1}", 100.0 * agents.sooner_with_room),
         ]);
+    }
+    table
+}
+
+fn tiers(comparison: &SimComparison) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("run"),
+        column("expected: GPU %").number(),
+        column("CPU %").number(),
+        column("disk %").number(),
+        column("found: GPU %").number(),
+        column("CPU %").number(),
+        column("disk %").number(),
+        column("as expected %").number(),
+    ]);
+    for run in &comparison.runs {
+        let Some(tiers) = &run.tiers else {
+            continue;
+        };
+        let shares = tiers.expected.iter().chain(&tiers.found);
+        let shares = shares.chain(std::iter::once(&tiers.as_expected));
+        let shares = shares.map(|share| format!("{:.1}", 100.0 * share));
+        table.add_row(std::iter::once(run.label.clone()).chain(shares));
     }
     table
 }

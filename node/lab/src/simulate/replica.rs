@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use api::base::clock::Clock;
 use api::engines::backends::{Backends, Health, ProbeSettings};
-use api::prompt::{ChainTail, ModelSettings, PromptIdentity};
+use api::prompt::{ModelSettings, PromptIdentity};
 use api::routing::{
     AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, LoadReporter,
     LoadTable, OutboxSettings, PrefillAttempt, RequestStages, Router, RouterParts,
@@ -26,7 +26,6 @@ use state::ids::{
 };
 use state::policy::PairSettings;
 use state::prefix::model_key;
-use state::ratios::TokenRatio;
 use state::{RouterState, StateView};
 use tokio::time::Instant;
 
@@ -57,6 +56,8 @@ pub struct RunSettings {
     pub pairs: PairSettings,
     /// Number of tokens per block. The router needs it, although prompts are split elsewhere.
     pub block_tokens: u32,
+    /// Whether replicas follow the engines' KV events.
+    pub is_exact: bool,
 }
 
 /// A simulated replica.
@@ -72,11 +73,11 @@ pub struct SimReplica {
     router: Router,
     /// Schedule of load reports to peers.
     reporter: LoadReporter,
-    /// Bytes per token, as counted by engines.
-    ratio: TokenRatio,
     pricing: Pricing,
     model: ModelKey,
     clock: SimClock,
+    /// Whether prompts are identified by the hashes of the engines' events.
+    is_exact: bool,
     /// Router that decides instead of the policy, if any.
     written: Option<RefCell<ReferenceRouter>>,
 }
@@ -226,10 +227,10 @@ impl SimReplica {
             backends,
             router,
             reporter: LoadReporter::default(),
-            ratio: TokenRatio::default(),
             pricing: run.pricing,
             model: model_key(HASH_SEED, MODEL),
             clock: run.clock,
+            is_exact: run.is_exact,
             written: run
                 .reference_policy
                 .map(|it| RefCell::new(ReferenceRouter::new(it))),
@@ -263,16 +264,14 @@ impl SimReplica {
         prompt: &'a SimPrompt,
         sender: &'a SimSender,
     ) -> SimRequest<'a> {
-        let identity = prompt.identity.clone();
-        let tail = ChainTail {
-            ratio: self.ratio,
-            ..identity.tail
-        };
         SimRequest {
             id: number.to_string(),
             number,
             prompt,
-            identity: PromptIdentity { tail, ..identity },
+            identity: match self.is_exact {
+                true => prompt.exact_identity(),
+                false => prompt.identity.clone(),
+            },
             sender,
         }
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use state::admission::{Order, bound};
+use state::policy::Prices;
 
 use super::ideal::IdealBounds;
 use super::literal_policies::ReferencePolicy;
@@ -152,6 +153,10 @@ pub struct RunReport {
     /// Where turns of agents were sent; `None` for other loads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentFigures>,
+    /// Where prompts were found, and where routers expected them; `None` unless routers follow KV
+    /// events.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tiers: Option<TierFigures>,
     /// Engines that were started and stopped; `None` if all ran from start to end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fleet: Option<FleetFigures>,
@@ -197,6 +202,20 @@ pub struct AgentFigures {
     /// Share of them that were sent to another engine without it, where fewer prompt tokens were to
     /// be computed before their first output token.
     pub sooner_with_room: f64,
+}
+
+/// Where prompts were found, and where routers expected them: on the GPU, in CPU memory, on disk.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TierFigures {
+    /// Shares of prompt tokens that routers expected on each tier, at dispatch.
+    pub expected: [f64; 3],
+    /// Shares of prompt tokens that were found on each tier.
+    pub found: [f64; 3],
+    /// Share of the expected tokens that were found on the tier where they were expected.
+    pub as_expected: f64,
+    /// Prices that each engine's measurements have taught; none without learning.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub learnt: Vec<Option<Prices>>,
 }
 
 /// Engines that were started and stopped.
@@ -263,6 +282,7 @@ impl RunReport {
         let horizon_s = tally.horizon as f64 / 1e6;
         let shares = tally.service.shares();
         let names = || workload.users.iter().map(|user| user.name.clone());
+        let [_, loaded @ ..] = tally.found_tokens;
         let hit_rate = ratio(tally.cached_tokens, tally.prompt_tokens);
         let ttft_ms = summary(&mut tally.ttft);
         Self {
@@ -283,10 +303,8 @@ impl RunReport {
             prompt_tokens: tally.prompt_tokens,
             output_tokens: tally.output_tokens,
             hit_rate,
-            loaded_rate: (tally.cpu_tokens + tally.disk_tokens > 0).then(|| {
-                let loaded = [tally.cpu_tokens, tally.disk_tokens];
-                loaded.map(|tokens| ratio(tokens, tally.prompt_tokens))
-            }),
+            loaded_rate: (loaded != [0, 0])
+                .then(|| loaded.map(|tokens| ratio(tokens, tally.prompt_tokens))),
             predicted_hit_rate: ratio(tally.predicted_tokens, tally.prompt_tokens),
             ideal_hit_rate: ideal.map(|ideal| ideal.hit_rate),
             share_of_ideal: ideal
@@ -317,6 +335,9 @@ impl RunReport {
             events: outcome.events,
             faults: outcome.faults,
             agents: AgentFigures::of(&tally),
+            tiers: plan
+                .is_exact
+                .then(|| TierFigures::of(&tally, outcome.learnt)),
             fleet: plan.scaling.is_some().then(|| FleetFigures::of(&tally)),
             watched: WatchedFigures::of(&tally),
             curves: RunCurves::of(&tally, names().collect()),
@@ -344,6 +365,18 @@ impl AgentFigures {
             at_copy_with_room: ratio(agents.at_copy_with_room, agents.with_room),
             sooner_with_room: ratio(agents.sooner_with_room, agents.with_room),
         })
+    }
+}
+
+impl TierFigures {
+    fn of(tally: &SimTally, learnt: Vec<Option<Prices>>) -> Self {
+        let share = |tokens| ratio(tokens, tally.prompt_tokens);
+        Self {
+            expected: tally.expected_tokens.map(share),
+            found: tally.found_tokens.map(share),
+            as_expected: ratio(tally.kept_tokens, tally.expected_tokens.iter().sum()),
+            learnt,
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use super::events::Micros;
 use super::plan::ServiceGoal;
 use super::service::ServiceAccounts;
+use crate::engine::offload::TierTokens;
 
 /// Number of points of every curve over time.
 pub const POINTS: u64 = 120;
@@ -48,11 +49,13 @@ pub struct SimTally {
     pub prompt_tokens: u64,
     /// Number of `prompt_tokens` that were found in a cache.
     pub cached_tokens: u64,
-    /// Number of `cached_tokens` that were loaded from CPU memory. With disaggregation, what prefill
-    /// engines load does not count.
-    pub cpu_tokens: u64,
-    /// Number of `cached_tokens` that were loaded from disk.
-    pub disk_tokens: u64,
+    /// Numbers of `cached_tokens` that were on the GPU, loaded from CPU memory, and loaded from disk.
+    /// With disaggregation, what prefill engines found does not count.
+    pub found_tokens: [u64; 3],
+    /// Numbers of `prompt_tokens` that were predicted to be on each of these tiers.
+    pub expected_tokens: [u64; 3],
+    /// Number of `expected_tokens` that were found on the tier where they were predicted.
+    pub kept_tokens: u64,
     /// Number of `prompt_tokens` that were predicted to be cached.
     pub predicted_tokens: u64,
     /// Number of output tokens generated.
@@ -204,6 +207,17 @@ impl SimTally {
             *prompts += u64::from(prompt);
             *hits += u64::from(cached);
             self.points.ttft[point].push(waited);
+        }
+    }
+
+    /// Records where a prompt was found, and where the router had expected it.
+    pub fn found(&mut self, found: TierTokens, expected: TierTokens) {
+        let found = [found.gpu, found.cpu, found.disk];
+        let expected = [expected.gpu, expected.cpu, expected.disk];
+        for tier in 0..found.len() {
+            self.found_tokens[tier] += u64::from(found[tier]);
+            self.expected_tokens[tier] += u64::from(expected[tier]);
+            self.kept_tokens += u64::from(found[tier].min(expected[tier]));
         }
     }
 

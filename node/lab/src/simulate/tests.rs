@@ -13,10 +13,10 @@ use super::policies::SimPolicy;
 use super::report::RunReport;
 use super::workload::{AgentLoad, LengthRange, Mix, SimUser, SimWorkload, WarmPrefix};
 
-const SECOND: u64 = 1_000_000;
+pub(super) const SECOND: u64 = 1_000_000;
 
 /// Returns a mix of short prompts in many groups, of which an engine of [`small`] holds only some.
-fn mix() -> Mix {
+pub(super) fn mix() -> Mix {
     Mix {
         rate: 40.0,
         duration: 4 * SECOND,
@@ -30,7 +30,7 @@ fn mix() -> Mix {
     }
 }
 
-fn small() -> SimPlan {
+pub(super) fn small() -> SimPlan {
     let mut plan = SimPlan {
         horizon: 4 * SECOND,
         ..SimPlan::default()
@@ -42,7 +42,7 @@ fn small() -> SimPlan {
     plan
 }
 
-fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
+pub(super) fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
     let case = ComparisonCase {
         plan: plan.clone(),
         workload: Arc::new(workload.clone()),
@@ -53,7 +53,7 @@ fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
     run
 }
 
-fn json(run: &RunReport) -> String {
+pub(super) fn json(run: &RunReport) -> String {
     serde_json::to_string(run).unwrap()
 }
 

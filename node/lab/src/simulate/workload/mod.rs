@@ -17,6 +17,7 @@ mod tests;
 use std::sync::Arc;
 
 use api::prompt::{BlockUnit, ChainTail, PromptIdentity, ReplyShape};
+use state::ids::BlockHash;
 use state::prefix::{BlockHasher, Scope, chain_bytes, matchable_blocks};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -202,6 +203,25 @@ impl SimPrompt {
             },
             tokens: sequence.prompt_tokens(),
             sequence,
+        }
+    }
+}
+
+impl SimPrompt {
+    /// Returns the prompt's identity for a router that follows the engines' KV events: in tokens, with
+    /// the engines' hashes as its own. Answers are left to the events.
+    #[must_use]
+    pub fn exact_identity(&self) -> PromptIdentity {
+        let hashes = self.sequence.hashes().iter();
+        PromptIdentity {
+            chain: hashes.map(|hash| BlockHash(*hash)).collect(),
+            unit: BlockUnit::Tokens,
+            tail: ChainTail {
+                block_bytes: 0,
+                reply: ReplyShape::None,
+                ..self.identity.tail.clone()
+            },
+            ..self.identity.clone()
         }
     }
 }

@@ -3,7 +3,9 @@
 //! Everything that happens is a `SimEvent` with a time. Handling an event plans others. Replicas,
 //! log and engines interact only through events, so their order determines the run.
 
+mod all_knowing;
 mod clients;
+mod exact;
 mod gossip;
 mod restart;
 mod scaling;
@@ -17,8 +19,9 @@ use api::admission::DemandSchedule;
 use state::RouterState;
 use state::admission::{Backlog, Concurrency, Pricing};
 use state::command::{BackendRole, BackendSpec, Command, Envelope, Founding, UserSettings};
-use state::ids::{LogIndex, Ticket, UserKey};
-use state::policy::RoutingSettings;
+use state::ids::{LogIndex, Slot, Ticket, UserKey};
+use state::kv_events::KvMode;
+use state::policy::{Prices, RoutingSettings};
 use state::prefix::user_key;
 
 use super::clock::SimClock;
@@ -30,7 +33,9 @@ use super::service::ServiceAccounts;
 use super::sim_queue::SimQueue;
 use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
+use crate::engine::offload::TierTokens;
 use crate::rng::Rng;
+use exact::SimEventReader;
 use scaling::SimFleet;
 use turns::TurnProgress;
 
@@ -120,6 +125,8 @@ struct RequestState {
     ticket: Ticket,
     /// Number of prompt tokens that were computed for the first token; 0 before it.
     computed: u32,
+    /// Number of prompt tokens that the router expected to be cached at the last dispatch, by tier.
+    expected: TierTokens,
     /// Number of output tokens that the client has received. A retry starts from 0; a resend after
     /// a restart does not.
     served_output: u32,
@@ -192,6 +199,8 @@ pub struct SimOutcome {
     pub asked: Vec<(Arc<SimPrompt>, u32)>,
     /// Number of priced tokens that the replicas' state has charged by the end.
     pub charged: u64,
+    /// Prices that each engine's measurements have taught the first replica; none without learning.
+    pub learnt: Vec<Option<Prices>>,
     /// Digest of the first replica's state at the end.
     pub digest: u128,
     /// Descriptions of inconsistencies; empty in a correct run.
@@ -209,6 +218,8 @@ pub struct SimWorld<'a> {
     now: Micros,
     events: EventQueue<SimEvent>,
     engines: Vec<SimEngine>,
+    /// Readers of the engines' KV events; none if replicas do not follow them.
+    readers: Vec<SimEventReader>,
     probed: Vec<ProbedFigures>,
     places: Vec<ReplicaPlace>,
     requests: Vec<RequestState>,
@@ -239,8 +250,15 @@ impl<'a> SimWorld<'a> {
     /// If the plan has a restart and more than one cell.
     #[must_use]
     pub fn new(plan: &'a SimPlan, workload: &'a SimWorkload) -> Self {
+        let engines = (0..plan.backends).map(|_| SimEngine::new(&plan.engine, &plan.offload));
+        let mut engines: Vec<SimEngine> = engines.collect();
+        warm::fill(&mut engines, &workload.warm);
         let mut setup = setup(commands(plan, workload));
-        setup.extend(warm::entries(&setup, &workload.warm));
+        let mut readers = Vec::new();
+        match plan.is_exact {
+            true => (readers, setup) = exact::begin(&mut engines, setup),
+            false => setup.extend(warm::entries(&setup, &workload.warm)),
+        }
         let run = replica::RunSettings {
             clock: SimClock::new(),
             flush: plan.flush,
@@ -251,14 +269,12 @@ impl<'a> SimWorld<'a> {
             reference_policy: plan.reference_policy,
             pairs: plan.disaggregation.pairs,
             block_tokens: plan.block_tokens,
+            is_exact: plan.is_exact,
         };
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);
         let service = ServiceAccounts::new(plan.prices, weights);
         let places: Vec<ReplicaPlace> = (1..=plan.replicas).map(place).collect();
-        let engines = (0..plan.backends).map(|_| SimEngine::new(&plan.engine, &plan.offload));
-        let mut engines: Vec<SimEngine> = engines.collect();
-        warm::fill(&mut engines, &workload.warm);
         let names = || workload.users.iter().map(|user| user.name.as_str());
         Self {
             keys: names().map(|name| user_key(HASH_SEED, name)).collect(),
@@ -268,6 +284,7 @@ impl<'a> SimWorld<'a> {
             events: EventQueue::default(),
             probed: vec![ProbedFigures::default(); engines.len()],
             engines,
+            readers,
             requests: Vec::new(),
             next_arrival: 0,
             open_by_user: vec![0; workload.users.len()],
@@ -436,6 +453,7 @@ impl<'a> SimWorld<'a> {
             preemptions: figures.map(|figures| figures.preemptions).sum::<u64>()
                 + self.fleet.preemptions,
             charged: self.charged(),
+            learnt: self.learnt(),
             digest: self.places[0].replica.state.digest(),
             asked: self
                 .requests
@@ -446,6 +464,15 @@ impl<'a> SimWorld<'a> {
             events,
             faults,
         }
+    }
+
+    fn learnt(&self) -> Vec<Option<Prices>> {
+        let service = self.places[0].replica.state.view().service();
+        let learnt = |slot| service.get(Slot(slot))?.learnt?.trusted();
+        (0..self.plan.backends)
+            .filter(|_| self.plan.learn)
+            .map(learnt)
+            .collect()
     }
 
     /// Returns the priced tokens that the first replica's state has charged, over all users.
@@ -491,6 +518,12 @@ impl<'a> SimWorld<'a> {
             if !queue.is_empty() {
                 faults.push(format!("replica {id}: requests wait"));
             }
+            let view = replica.state.view();
+            let is_exact =
+                |slot| view.registry().kv(Slot(slot)).map(|it| it.mode) == Some(KvMode::Exact);
+            if self.plan.is_exact && !(0..self.plan.backends).all(is_exact) {
+                faults.push(format!("replica {id}: an engine is not followed exactly"));
+            }
             let leases = replica.state.open_leases();
             if leases > 0 {
                 faults.push(format!("replica {id}: {leases} leases are open"));
@@ -510,6 +543,7 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
         fairness: plan.prices,
         routing: RoutingSettings {
             learn: plan.learn,
+            tiers: plan.visible_tiers,
             ..RoutingSettings::default()
         },
         admission: plan.admission.clone(),
@@ -543,7 +577,7 @@ fn backend_spec(plan: &SimPlan, name: String, number: u64) -> BackendSpec {
             EngineModel::Continuous(shape) => Some(shape.num_gpu_blocks - 1),
             EngineModel::Static(_) => None,
         },
-        kv_events: None,
+        kv_events: plan.is_exact.then(|| "tcp://127.0.0.1:5557".to_owned()),
         kv_replay: None,
         role: match u64::from(plan.disaggregation.prefill) {
             0 => BackendRole::Both,

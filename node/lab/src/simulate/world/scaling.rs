@@ -255,7 +255,8 @@ impl SimWorld<'_> {
         let is_it = |it: &&mut EngineRun| name_of(it.number) == name;
         let engine = self.fleet.engines.iter_mut().find(is_it);
         engine.expect("it started").stage = EngineStage::Up { slot };
-        let former = std::mem::replace(&mut self.engines[slot], SimEngine::new(&self.plan.engine));
+        let fresh = SimEngine::new(&self.plan.engine, &self.plan.offload);
+        let former = std::mem::replace(&mut self.engines[slot], fresh);
         self.fleet.preemptions += former.figures().preemptions;
         self.probed[slot] = Default::default();
         // A schedule may have wanted fewer since.

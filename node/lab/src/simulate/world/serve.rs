@@ -9,6 +9,7 @@ use state::command::BackendRole;
 use state::ids::{BackendRef, Slot, Ticket};
 
 use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
+use crate::engine::offload::TierTokens;
 use crate::simulate::clock::unix_ms;
 use crate::simulate::engine::{EngineUsage, ServedStep};
 use crate::simulate::plan::EngineModel;
@@ -85,6 +86,7 @@ impl SimWorld<'_> {
             tries: 0,
             ticket: Ticket::default(),
             computed: 0,
+            expected: TierTokens::default(),
             served_output: 0,
             prompt,
         });
@@ -260,11 +262,14 @@ impl SimWorld<'_> {
     }
 
     fn has_room(&self, place: usize) -> bool {
+        self.takes_requests(place, |backend| self.is_below_limit(place, backend))
+    }
+
+    /// Returns whether `backend` may get another request from the replica at `place`.
+    pub(super) fn is_below_limit(&self, place: usize, backend: BackendRef) -> bool {
         let replica = &self.places[place].replica;
-        self.takes_requests(place, |backend| {
-            let limit = replica.limit(backend);
-            limit.is_none_or(|limit| replica.running_at(backend, self.now) < limit)
-        })
+        let limit = replica.limit(backend);
+        limit.is_none_or(|limit| replica.running_at(backend, self.now) < limit)
     }
 
     /// Returns whether the replica at `place` knows of a backend that answers new requests and for which
@@ -290,6 +295,7 @@ impl SimWorld<'_> {
         was_queued: bool,
         only: Option<Slot>,
     ) -> usize {
+        let only = only.or_else(|| self.chosen_by_all_knowing(request));
         let asked = &mut self.requests[request];
         let replica = &self.places[place].replica;
         let ask = replica.request(request, &asked.prompt, &self.senders[asked.sender]);
@@ -320,6 +326,12 @@ impl SimWorld<'_> {
             self.reaches(request, engine, expected);
         }
         let asked = &mut self.requests[request];
+        asked.expected = TierTokens {
+            gpu: decision.on_gpu() * self.plan.block_tokens,
+            cpu: decision.loaded.cpu * self.plan.block_tokens,
+            disk: decision.loaded.disk * self.plan.block_tokens,
+            peer: 0,
+        };
         self.engines[engine].submit(request, &asked.prompt, output_tokens);
         asked.stage = RequestStage::Running(Box::new(flight));
         self.changed(place);
@@ -349,7 +361,9 @@ impl SimWorld<'_> {
 
     pub(super) fn step_over(&mut self, engine: usize) {
         let mut touched = vec![false; self.places.len()];
-        for served in self.engines[engine].finish_step() {
+        let progress = self.engines[engine].finish_step();
+        self.publish(engine);
+        for served in progress {
             let place = self.requests[served.request].replica;
             touched[place] = true;
             self.served(engine, place, &served);
@@ -393,8 +407,7 @@ impl SimWorld<'_> {
             let waited = self.now - request.arrived;
             self.tally
                 .first_token(self.now, waited, prompt.tokens, cached);
-            self.tally.cpu_tokens += u64::from(served.found.cpu);
-            self.tally.disk_tokens += u64::from(served.found.disk);
+            self.tally.found(served.found, request.expected);
             request.computed = uncached;
         }
         let output = served.output_tokens.saturating_sub(request.served_output);

@@ -36,6 +36,11 @@ impl TurnProgress {
         }
     }
 
+    /// Returns the engine of the last turn of a session.
+    pub(super) fn engine_of(&self, session: usize) -> Option<usize> {
+        self.engines[session]
+    }
+
     /// Returns whether turns are still to be sent.
     pub(super) fn is_going_on(&self) -> bool {
         self.left > 0
