@@ -17,6 +17,7 @@ use api::base::printable::escaped_lines;
 use api::engines::backends::EngineUrl;
 use lab::engine::events::PublisherFaults;
 use lab::engine::fleet::{Engines, EnginesPlan};
+use lab::engine::offload::OffloadArgs;
 use lab::replay::chats::{Chats, ChatsOptions};
 use lab::replay::load::{LoadPlan, LoadSource, run as run_load};
 use lab::replay::progress::show;
@@ -72,6 +73,8 @@ pub struct DevArgs {
     /// engine`]
     #[arg(long, value_name = "N", conflicts_with = "backend", value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
     blocks: Option<u32>,
+    #[command(flatten)]
+    offload: OffloadArgs,
     /// Identify prompts by the engines' own tokens instead of characters
     #[arg(long)]
     tokens: bool,
@@ -155,6 +158,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
         count: args.engines,
         speed: args.speed,
         blocks: args.blocks,
+        offload: args.offload.into(),
         has_events: args.exact,
         faults: args.fault.as_ref(),
     });
