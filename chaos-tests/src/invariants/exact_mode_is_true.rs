@@ -10,7 +10,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 use crate::oracle::image::KvImage;
-use crate::oracle::observation::Observation;
+use crate::oracle::observation::{EngineCache, Observation};
 
 /// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I24";
@@ -30,17 +30,24 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
             let Some(held) = exact.and_then(|kv| held(seen, kv)) else {
                 continue;
             };
-            subjects += u64::from(!held.is_empty());
+            subjects += u64::from(!held.gpu.is_empty());
             let reported = backend.owned.iter().filter(|(_, it)| it.reports > 0);
             let reported: BTreeSet<BlockHash> = reported.map(|(block, _)| *block).collect();
-            if reported != held {
-                let missing: Vec<_> = held.difference(&reported).collect();
-                let wrong: Vec<_> = reported.difference(&held).collect();
-                let detail = format!(
-                    "{run}, index {}: {name} is exact and lacks {missing:?}, has {wrong:?} too many",
-                    image.index
-                );
-                return Err(super::violation(NUMBER, NAME, detail));
+            let with_cpu = backend.kv.as_ref().map(|kv| kv.with_cpu.clone());
+            for (known, held) in [
+                (reported, held.gpu),
+                (with_cpu.unwrap_or_default(), held.with_cpu),
+            ] {
+                if known != held {
+                    let missing: Vec<_> = held.difference(&known).collect();
+                    let wrong: Vec<_> = known.difference(&held).collect();
+                    let detail = format!(
+                        "{run}, index {}: {name} is exact and lacks {missing:?}, has {wrong:?} too \
+                         many",
+                        image.index
+                    );
+                    return Err(super::violation(NUMBER, NAME, detail));
+                }
             }
         }
     }
@@ -49,11 +56,13 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
 
 /// Returns the blocks that all ranks of the engine held after publishing the applied messages, or
 /// `None` if the world does not know.
-fn held(seen: &Observation, kv: &KvImage) -> Option<BTreeSet<BlockHash>> {
-    let mut held = BTreeSet::new();
+fn held(seen: &Observation, kv: &KvImage) -> Option<EngineCache> {
+    let mut held = EngineCache::default();
     for position in &kv.positions {
         if let Some(last) = position.last {
-            held.extend(seen.engines.get(&last)?.iter().copied());
+            let engine = seen.engines.get(&last)?;
+            held.gpu.extend(&engine.gpu);
+            held.with_cpu.extend(&engine.with_cpu);
         }
     }
     Some(held)
@@ -69,8 +78,14 @@ mod tests {
     #[test]
     fn a_false_exact_mode_is_detected() {
         let mut story = RecordBuilder::lively();
-        let cached = Arc::new(BTreeSet::from([BlockHash(1), BlockHash(2)]));
-        story.record.observation.published(3, 0, cached);
+        let cached = EngineCache {
+            gpu: BTreeSet::from([BlockHash(1), BlockHash(2)]),
+            with_cpu: BTreeSet::new(),
+        };
+        story
+            .record
+            .observation
+            .published(3, 0, Arc::new(cached.clone()));
         story.image(|image| {
             following(image, KvMode::Degraded, 7, Some(3));
         });
@@ -88,5 +103,16 @@ mod tests {
             owned.values_mut().for_each(|it| it.reports = 1);
         });
         assert!(check(&story.record).is_err());
+        story.record.observation.images.pop();
+        let tiered = EngineCache {
+            with_cpu: BTreeSet::from([BlockHash(1)]),
+            ..cached
+        };
+        story.record.observation.published(3, 0, Arc::new(tiered));
+        let lacks = check(&story.record).expect_err("the block in host memory is not known");
+        assert!(
+            lacks.to_string().contains("lacks [0000000000000001]"),
+            "{lacks}"
+        );
     }
 }

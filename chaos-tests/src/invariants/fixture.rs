@@ -1,6 +1,6 @@
 //! Fixtures for tests of invariants: small correct runs of a cluster, for a test to break.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
@@ -61,6 +61,7 @@ pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, se
             publisher,
             last: seq.map(|seq| (seq, 0)),
         }],
+        with_cpu: BTreeSet::new(),
     });
 }
 

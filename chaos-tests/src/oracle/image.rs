@@ -1,15 +1,16 @@
 //! Image of a replicated state: its contents as plain values.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use state::budgets::BudgetStatus;
 use state::ids::{
-    ApiKeyId, AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, UserKey,
+    ApiKeyId, AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
 use state::keys::{ApiKeySpec, SecretHash};
-use state::kv_events::{KvMode, KvPosition};
+use state::kv_events::{KvMode, KvPosition, LowerTier};
 use state::usage::NOBODY;
 use state::users::UserUsage;
+use state::view::BlockView;
 use state::{Backend, RouterState};
 
 use super::model::usage::UsageKey;
@@ -83,6 +84,8 @@ pub struct KvImage {
     pub mode: KvMode,
     /// Position in each stream up to which events are applied.
     pub positions: Vec<KvPosition>,
+    /// Blocks that are known to be on the GPU or in memory of the engine's host.
+    pub with_cpu: BTreeSet<BlockHash>,
 }
 
 /// An open lease.
@@ -190,6 +193,19 @@ fn usage_of(state: &RouterState) -> BTreeMap<UsageKey, UserUsage> {
     usage
 }
 
+/// Returns the blocks that the backend in `slot` has in the index of a level.
+fn on_level(level: &BlockView, slot: Slot) -> BTreeSet<BlockHash> {
+    let mut found = BTreeSet::new();
+    if level.owned(slot) > 0 {
+        level.for_each_run(|owner, _, blocks| {
+            if owner == slot {
+                found.extend(blocks);
+            }
+        });
+    }
+    found
+}
+
 impl BackendImage {
     fn of(state: &RouterState, backend: &Backend) -> Self {
         let slot = backend.handle.slot;
@@ -209,6 +225,7 @@ impl BackendImage {
             kv: state.kv_status(slot).map(|status| KvImage {
                 mode: status.condition.mode,
                 positions: state.kv_positions(slot),
+                with_cpu: on_level(&state.view().tiers[LowerTier::Cpu.at()], slot),
             }),
         }
     }

@@ -31,6 +31,16 @@ impl std::fmt::Display for ReplicaRun {
     }
 }
 
+/// Blocks that an engine can find, on its GPU and below.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct EngineCache {
+    /// Blocks on the GPU.
+    pub gpu: BTreeSet<BlockHash>,
+    /// Blocks on the GPU or in memory of its host that follow one another from a first block; empty
+    /// if nothing was ever copied to that memory.
+    pub with_cpu: BTreeSet<BlockHash>,
+}
+
 /// Observations of all replicas of a simulated world.
 #[derive(Debug, Default)]
 pub struct Observation {
@@ -56,7 +66,7 @@ pub struct Observation {
     pub are_clocks_doubted: bool,
     /// Blocks in the caches of engines with KV events after they published a message, named as the
     /// router names them. The key is the message's number and its mark, which is unique.
-    pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,
+    pub engines: BTreeMap<(u64, u64), Arc<EngineCache>>,
     /// Newest format that each replica's build knows; empty if all replicas run one build.
     pub builds: BTreeMap<ReplicaId, u8>,
     /// Oldest of the formats in `builds` at the time when each entry was first applied, by index.
@@ -254,9 +264,9 @@ impl Observation {
         self.images.push((at_us, run, Arc::new(image)));
     }
 
-    /// Records that an engine published message `seq`, whose payload has the mark `mark`, while its
-    /// cache held the blocks `cached`.
-    pub fn published(&mut self, seq: u64, mark: u64, cached: Arc<BTreeSet<BlockHash>>) {
+    /// Records that an engine published message `seq`, whose payload has the mark `mark`, while it
+    /// held the blocks `cached`.
+    pub fn published(&mut self, seq: u64, mark: u64, cached: Arc<EngineCache>) {
         self.engines.insert((seq, mark), cached);
     }
 

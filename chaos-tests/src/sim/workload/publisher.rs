@@ -9,6 +9,7 @@ use rmp::encode as pack;
 use state::ids::BlockHash;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::oracle::observation::EngineCache;
 use crate::sim::plan::BLOCK_SIZE;
 
 /// Maximum number of messages that can be replayed. It is low, so that a reader that is away for
@@ -16,6 +17,8 @@ use crate::sim::plan::BLOCK_SIZE;
 const REMEMBERED_MESSAGES_MAX: usize = 40;
 /// Cache capacity, in blocks.
 const CAPACITY_BLOCKS: usize = 60;
+/// Capacity of the host's memory, in blocks.
+const OFFLOADED_BLOCKS: usize = 90;
 const WRITES: &str = "writing to memory does not fail";
 
 /// One run of an engine's publisher, with the engine's cache.
@@ -24,6 +27,11 @@ pub(super) struct PublisherRun {
     /// Number that distinguishes this run's hashes and payloads from those of other runs.
     salt: u64,
     cached: BTreeMap<BlockHash, CachedBlock>,
+    /// Blocks copied to memory of the host, oldest first, each with the one before it; `None` for
+    /// engines without that tier.
+    offloaded: Option<VecDeque<(BlockHash, Option<BlockHash>)>>,
+    /// Whether any block was copied there since the cache was cleared.
+    has_offloaded: bool,
     uses: u64,
     next_seq: u64,
     messages: VecDeque<PublishedMessage>,
@@ -35,7 +43,7 @@ pub(super) struct PublishedMessage {
     pub(super) seq: u64,
     pub(super) payload: Bytes,
     /// All blocks in the cache after the message.
-    pub(super) cached: Arc<BTreeSet<BlockHash>>,
+    pub(super) cached: Arc<EngineCache>,
 }
 
 #[derive(Debug)]
@@ -51,6 +59,8 @@ impl PublisherRun {
         Self {
             salt,
             cached: BTreeMap::new(),
+            offloaded: salt.is_multiple_of(2).then(VecDeque::new),
+            has_offloaded: false,
             uses: 0,
             next_seq: 0,
             messages: VecDeque::new(),
@@ -80,6 +90,8 @@ impl PublisherRun {
             .iter()
             .take_while(|it| self.cached.contains_key(it))
             .count();
+        let loaded = chain[found..].iter().take_while(|it| self.is_offloaded(it));
+        let loaded = loaded.count();
         let mut events: Vec<Vec<u8>> = Vec::new();
         let fits = chain.len().min(CAPACITY_BLOCKS);
         for hash in &chain[..found.min(fits)] {
@@ -93,7 +105,8 @@ impl PublisherRun {
                 let Some(gone) = self.evict(parent) else {
                     break;
                 };
-                events.push(self.removed(gone));
+                events.extend(self.offload(gone));
+                events.push(self.removed(gone.0, None));
             }
             if let Some(parent) = parent.and_then(|parent| self.cached.get_mut(&parent)) {
                 parent.children += 1;
@@ -108,20 +121,67 @@ impl PublisherRun {
             events.push(self.stored(chain[at], parent, &ids[at * block..(at + 1) * block]));
         }
         let message = (!events.is_empty()).then(|| self.publish(&events));
-        (found as u64, message)
+        ((found + loaded) as u64, message)
     }
 
     /// Empties the cache, and publishes and returns the message about this.
     pub(super) fn clear(&mut self) -> PublishedMessage {
         self.cached.clear();
+        self.offloaded.iter_mut().for_each(VecDeque::clear);
+        self.has_offloaded = false;
         let mut event = Vec::new();
         pack::write_array_len(&mut event, 1).expect(WRITES);
         pack::write_str(&mut event, "AllBlocksCleared").expect(WRITES);
         self.publish(&[event])
     }
 
-    /// Evicts the least recently used block that has no successor and is not `kept`.
-    fn evict(&mut self, kept: Option<BlockHash>) -> Option<BlockHash> {
+    fn is_offloaded(&self, block: &BlockHash) -> bool {
+        let offloaded = self.offloaded.iter().flatten();
+        offloaded.into_iter().any(|(it, _)| it == block)
+    }
+
+    /// Copies an evicted block to memory of the host, if the engine uses it. Returns the events: what
+    /// makes room there, and the copy, by name only.
+    fn offload(&mut self, (block, parent): (BlockHash, Option<BlockHash>)) -> Vec<Vec<u8>> {
+        if self.is_offloaded(&block) {
+            return Vec::new();
+        }
+        let Some(offloaded) = &mut self.offloaded else {
+            return Vec::new();
+        };
+        offloaded.push_back((block, parent));
+        self.has_offloaded = true;
+        let gone = (offloaded.len() > OFFLOADED_BLOCKS).then(|| offloaded.pop_front());
+        let gone = gone
+            .flatten()
+            .map(|(gone, _)| self.removed(gone, Some("CPU")));
+        gone.into_iter().chain([self.copied(block)]).collect()
+    }
+
+    /// Returns what a request can find in the cache.
+    fn contents(&self) -> EngineCache {
+        let mut parents: BTreeMap<_, _> = (self.offloaded.iter().flatten().copied()).collect();
+        parents.extend(self.cached.iter().map(|(block, it)| (*block, it.parent)));
+        let is_reached = |block: &&BlockHash| {
+            let mut at = Some(**block);
+            while let Some(parent) = at.and_then(|it| parents.get(&it)) {
+                at = *parent;
+            }
+            at.is_none()
+        };
+        let with_cpu = parents.keys().filter(is_reached).copied();
+        EngineCache {
+            gpu: self.cached.keys().copied().collect(),
+            with_cpu: match self.has_offloaded {
+                true => with_cpu.collect(),
+                false => BTreeSet::new(),
+            },
+        }
+    }
+
+    /// Evicts the least recently used block that has no successor and is not `kept`. Returns it with
+    /// the one before it.
+    fn evict(&mut self, kept: Option<BlockHash>) -> Option<(BlockHash, Option<BlockHash>)> {
         let free = self.cached.iter();
         let free = free.filter(|(hash, it)| it.children == 0 && Some(**hash) != kept);
         let (&gone, _) = free.min_by_key(|(hash, it)| (it.used, **hash))?;
@@ -129,7 +189,7 @@ impl PublisherRun {
         if let Some(parent) = cached.parent.and_then(|it| self.cached.get_mut(&it)) {
             parent.children -= 1;
         }
-        Some(gone)
+        Some((gone, cached.parent))
     }
 
     fn publish(&mut self, events: &[Vec<u8>]) -> PublishedMessage {
@@ -147,7 +207,7 @@ impl PublisherRun {
         let message = PublishedMessage {
             seq: self.next_seq,
             payload: payload.into(),
-            cached: Arc::new(self.cached.keys().copied().collect()),
+            cached: Arc::new(self.contents()),
         };
         self.next_seq += 1;
         self.messages.push_back(message.clone());
@@ -177,12 +237,32 @@ impl PublisherRun {
         event
     }
 
-    fn removed(&self, hash: BlockHash) -> Vec<u8> {
+    /// Returns the event that a block was copied to memory of the host, as vLLM's offloading connector
+    /// publishes it.
+    fn copied(&self, hash: BlockHash) -> Vec<u8> {
         let mut event = Vec::new();
-        pack::write_array_len(&mut event, 2).expect(WRITES);
+        pack::write_array_len(&mut event, 7).expect(WRITES);
+        pack::write_str(&mut event, "BlockStored").expect(WRITES);
+        pack::write_array_len(&mut event, 1).expect(WRITES);
+        pack::write_uint(&mut event, self.name(hash)).expect(WRITES);
+        pack::write_nil(&mut event).expect(WRITES);
+        pack::write_array_len(&mut event, 0).expect(WRITES);
+        pack::write_uint(&mut event, 0).expect(WRITES);
+        pack::write_nil(&mut event).expect(WRITES);
+        pack::write_str(&mut event, "CPU").expect(WRITES);
+        event
+    }
+
+    fn removed(&self, hash: BlockHash, medium: Option<&str>) -> Vec<u8> {
+        let mut event = Vec::new();
+        let length = 2 + u32::from(medium.is_some());
+        pack::write_array_len(&mut event, length).expect(WRITES);
         pack::write_str(&mut event, "BlockRemoved").expect(WRITES);
         pack::write_array_len(&mut event, 1).expect(WRITES);
         pack::write_uint(&mut event, self.name(hash)).expect(WRITES);
+        if let Some(medium) = medium {
+            pack::write_str(&mut event, medium).expect(WRITES);
+        }
         event
     }
 
