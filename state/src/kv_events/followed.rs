@@ -87,10 +87,11 @@ impl FollowedBackends {
         }
         let (per_backend, all) = self.limits;
         let room = per_backend.min(all.saturating_sub(of_others));
+        let room_below = (per_backend / 4 * 3).min((all / 4 * 3).saturating_sub(of_others));
         let mut changes = KvChanges::default();
         let before = followed.condition();
         let closed = &mut changes.closed_lease_tips;
-        followed.apply(batch, room, (ownership, tiers), closed);
+        followed.apply(batch, (room, room_below), (ownership, tiers), closed);
         changes.is_condition_changed = is_first || followed.condition() != before;
         self.entries = of_others + followed.entries();
         Some(changes)
@@ -264,7 +265,7 @@ impl FollowedBackend {
     fn apply(
         &mut self,
         batch: &KvBatch,
-        room: u64,
+        (room, room_below): (u64, u64),
         (ownership, tiers): (&mut Ownership, &mut TierIndexes),
         closed_lease_tips: &mut Vec<BlockHash>,
     ) {
@@ -278,6 +279,7 @@ impl FollowedBackend {
             is_reporting: self.is_reporting,
             is_only_rank: self.ranks.keys().all(|other| *other == rank),
             room: room.saturating_sub(of_others),
+            room_below: room_below.saturating_sub(of_others),
             closed_lease_tips,
         };
         let publisher = batch.publisher;

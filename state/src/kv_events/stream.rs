@@ -23,6 +23,9 @@ pub(super) struct ReportedOwnership<'a> {
     pub(super) is_only_rank: bool,
     /// Maximum number of entries that the rank may have.
     pub(super) room: u64,
+    /// Number of entries from which on no more are kept for tiers below the GPU. Lower, because the
+    /// tiers are useless without the blocks of the GPU.
+    pub(super) room_below: u64,
     /// Tips of open leases that are closed because their blocks were removed.
     pub(super) closed_lease_tips: &'a mut Vec<BlockHash>,
 }
@@ -283,8 +286,10 @@ impl RankStream {
             KvEvent::TierCopied { tier, blocks } if self.is_known() => {
                 for block in blocks {
                     match self.tree.find(*block) {
-                        Some(index) => self.copied(index, *tier, show),
-                        None => self.progress.left_out_below += 1,
+                        Some(index) if self.has_room_below(index, *tier, show) => {
+                            self.copied(index, *tier, show);
+                        }
+                        Some(_) | None => self.progress.left_out_below += 1,
                     }
                 }
             }
@@ -370,29 +375,37 @@ impl RankStream {
             };
             behind = index;
         }
-        // Lower tiers leave room for the blocks of the GPU, without which they are useless.
-        let room = show.room / 4 * 3;
         for (nth, block) in blocks.iter().enumerate() {
-            behind = match self.tree.find(block.0) {
-                Some(index) => index,
-                None if u64::from(self.tree.len()) < room => {
-                    match self.tree.insert_below(tier, *block, behind) {
-                        StoreResult::Fresh(index) => {
-                            self.begin_tier(tier, show);
-                            self.settle(index, show);
-                            behind = index;
-                            continue;
-                        }
-                        _ => return,
-                    }
+            let known = self.tree.find(block.0);
+            let has_room = match known {
+                Some(index) => self.has_room_below(index, tier, show),
+                None => u64::from(self.tree.len()) < show.room_below,
+            };
+            behind = match known {
+                Some(index) if has_room => {
+                    self.copied(index, tier, show);
+                    index
                 }
-                None => {
+                None if has_room
+                    && let StoreResult::Fresh(index) =
+                        self.tree.insert_below(tier, *block, behind) =>
+                {
+                    self.begin_tier(tier, show);
+                    self.settle(index, show);
+                    index
+                }
+                Some(_) | None => {
                     self.progress.left_out_below += (blocks.len() - nth) as u64;
                     return;
                 }
             };
-            self.copied(behind, tier, show);
         }
+    }
+
+    /// Whether `tier` may hold the block: it does already, or there is room for one more block that
+    /// stays known when the GPU evicts it.
+    fn has_room_below(&self, index: u32, tier: LowerTier, show: &ReportedOwnership<'_>) -> bool {
+        self.tree.entries.get(index).is_on(tier) || u64::from(self.tree.len()) < show.room_below
     }
 
     /// Adds a copy of a block on `tier`.

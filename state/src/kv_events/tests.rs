@@ -3,7 +3,9 @@
 use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
 use crate::kv_events::followed::FollowedBackends;
 use crate::kv_events::tiers::TierIndexes;
-use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvReason, KvUncertainty, KvUpdate};
+use crate::kv_events::{
+    KvBatch, KvEvent, KvMessage, KvMode, KvReason, KvUncertainty, KvUpdate, LowerTier,
+};
 use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
 
 struct EventFixture {
@@ -59,7 +61,11 @@ impl EventFixture {
             blocks: vec![(EngineHash(*name), BlockHash(*name))],
         });
         let clear = clears.then_some(KvEvent::Cleared);
-        let events = clear.into_iter().chain(blocks).collect();
+        self.hear(clear.into_iter().chain(blocks).collect());
+    }
+
+    /// Reports the next message of the engine in slot 0.
+    fn hear(&mut self, events: Vec<KvEvent>) {
         let seq = self.next_seq;
         self.next_seq += 1;
         let message = KvMessage {
@@ -101,6 +107,37 @@ fn a_backend_with_too_many_blocks_uses_leases_until_cleared() {
     assert_eq!(fixture.shown(), FULL);
     fixture.store(&[11, 12, 13], true);
     assert_eq!(fixture.shown(), (KvMode::Exact, None, 3));
+}
+
+#[test]
+fn tiers_below_the_gpu_leave_it_a_quarter_of_the_bound() {
+    let mut fixture = EventFixture::new(8, 100, OWNED_BLOCKS_MAX);
+    let names = |names: [u64; 4]| names.map(EngineHash).to_vec();
+    let offloads = |blocks: [u64; 4]| {
+        let tier = LowerTier::Cpu;
+        let copied = KvEvent::TierCopied {
+            tier,
+            blocks: names(blocks),
+        };
+        let removed = KvEvent::Removed {
+            blocks: names(blocks),
+        };
+        vec![copied, removed]
+    };
+    fixture.store(&[1, 2, 3, 4], false);
+    fixture.hear(offloads([1, 2, 3, 4]));
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 0));
+    for round in 1..4 {
+        let first = 10 * round;
+        let blocks = [first, first + 1, first + 2, first + 3];
+        fixture.store(&blocks, false);
+        assert_eq!(fixture.shown(), (KvMode::Exact, None, 4));
+        fixture.hear(offloads(blocks));
+        let ranks = fixture.exact.status(Slot(0), &fixture.ownership);
+        let rank = ranks.expect("it is followed").ranks[0];
+        assert_eq!(rank.lower_tier_blocks.cpu, 4);
+        assert_eq!(rank.lower_tier_blocks_left_out, 4 * round);
+    }
 }
 
 #[test]

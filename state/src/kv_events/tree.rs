@@ -288,12 +288,18 @@ impl BlockTree {
     }
 
     /// Returns the last block of each unbranched chain behind `top`, such as the response to a
-    /// prompt. Examines only the newest few chains.
+    /// prompt. Examines only the newest few chains, and blocks on the GPU.
     pub(super) fn ends_behind(&self, top: u32) -> Vec<BlockHash> {
         const ROWS_MAX: usize = 8;
         const BLOCKS_MAX: usize = 64;
         let mut ends = Vec::new();
-        let mut row = self.entries.get(top).first_child;
+        let on_gpu = |mut at: u32| {
+            while at != NONE && !self.entries.get(at).is_reported(0) {
+                at = self.entries.get(at).next;
+            }
+            at
+        };
+        let mut row = on_gpu(self.entries.get(top).first_child);
         for _ in 0..ROWS_MAX {
             let mut at = row;
             for _ in 0..BLOCKS_MAX {
@@ -301,17 +307,18 @@ impl BlockTree {
                     break;
                 }
                 let entry = self.entries.get(at);
-                if entry.first_child == NONE {
+                let child = on_gpu(entry.first_child);
+                if child == NONE {
                     ends.push(entry.router);
                     break;
                 }
-                let is_branch = self.entries.get(entry.first_child).next != NONE;
-                at = if is_branch { NONE } else { entry.first_child };
+                let is_branch = on_gpu(self.entries.get(child).next) != NONE;
+                at = if is_branch { NONE } else { child };
             }
             if row == NONE {
                 break;
             }
-            row = self.entries.get(row).next;
+            row = on_gpu(self.entries.get(row).next);
         }
         ends
     }

@@ -107,10 +107,13 @@ fn learnt(candidates: &[Candidate]) -> impl Iterator<Item = Prices> + Clone {
     candidates.iter().filter_map(|candidate| candidate.prices)
 }
 
-/// Returns the prices of loading from a candidate's tiers below the GPU, fastest first.
-fn load_prices(candidate: &Candidate) -> [u32; LOWER_TIERS] {
-    let prices = candidate.prices.map_or(LoadPrices::ASSUMED, |it| it.load);
-    prices.all()
+/// Returns the prices of loading from a candidate's tiers below the GPU, fastest first. Assumed ones
+/// are no higher than that of computing.
+fn load_prices(prefill_ns: u64, candidate: &Candidate) -> [u64; LOWER_TIERS] {
+    match candidate.prices {
+        Some(prices) => prices.load.all().map(u64::from),
+        None => (LoadPrices::ASSUMED.all()).map(|price| u64::from(price).min(prefill_ns)),
+    }
 }
 
 /// Returns how many times a request's work counts: once for itself, and once for each request that
@@ -165,7 +168,7 @@ impl Costs<'_> {
         let own = self.request.uncached_tokens(candidate.matched);
         let work_ns = own
             .saturating_mul(prefill_ns)
-            .saturating_add(self.load_ns(candidate))
+            .saturating_add(self.load_ns(prefill_ns, candidate))
             .saturating_add(self.eviction_ns(prefill_ns, candidate));
         Cost {
             ahead_ns: ahead.into_iter().fold(0, u64::saturating_add),
@@ -174,15 +177,15 @@ impl Costs<'_> {
     }
 
     /// Returns the time to load blocks from tiers below the GPU, in nanoseconds.
-    fn load_ns(&self, candidate: &Candidate) -> u64 {
+    fn load_ns(&self, prefill_ns: u64, candidate: &Candidate) -> u64 {
         let loaded = candidate
             .loaded
             .all()
             .into_iter()
-            .zip(load_prices(candidate));
+            .zip(load_prices(prefill_ns, candidate));
         loaded.fold(0, |sum, (blocks, price_ns)| {
             let tokens = product(blocks, self.request.tokens_per_block);
-            sum.saturating_add(tokens.saturating_mul(price_ns.into()))
+            sum.saturating_add(tokens.saturating_mul(price_ns))
         })
     }
 
@@ -195,7 +198,7 @@ impl Costs<'_> {
         let new = self.request.missing_blocks(on_gpu);
         let evicted = new.saturating_sub(candidate.free_blocks);
         let price_ns = candidate.evicts_to.map_or(prefill_ns, |tier| {
-            u64::from(load_prices(candidate)[tier.at()]).min(prefill_ns)
+            load_prices(prefill_ns, candidate)[tier.at()].min(prefill_ns)
         });
         product(evicted, self.request.tokens_per_block).saturating_mul(price_ns)
     }

@@ -170,14 +170,6 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         }
     }
 
-    /// Returns what `amounts` together are expected to cost.
-    pub(super) fn expected(&self, terms: &[Regressor; N], amounts: &[i64; N]) -> i64 {
-        let parts = amounts.iter().enumerate();
-        let parts = parts
-            .map(|(i, amount)| i128::from(*amount) * i128::from(self.expected_milli(terms, i)));
-        i64::try_from(parts.sum::<i128>() / 1000).unwrap_or(i64::MAX)
-    }
-
     /// Returns the least and the most that the learned cost of one unit of the `i`th amount can be
     /// according to the observations alone, in thousandths. `None` if that is unknown, or if no
     /// value within the bounds agrees with them.

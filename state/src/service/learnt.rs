@@ -166,18 +166,33 @@ impl PriceLearner {
         ];
         self.observe_loading(&sample.loading);
         let mut first_token_us = mean(sample.first_token_us, first_tokens);
-        if sample.loaded_tokens != [0; LOWER_TIERS] {
-            let [cpu, disk, store] = sample.loaded_tokens.map(|it| mean(it, first_tokens));
-            let loading_us = self
-                .loading
-                .expected(&LOADING, &[0, 0, 0, cpu, disk, store]);
-            first_token_us = first_token_us.saturating_sub(loading_us);
+        first_token_us -= self.loading_us(sample);
+        // What loading explains altogether says nothing of the rest.
+        if first_token_us > 0 {
+            self.first_token
+                .observe(&FIRST_TOKEN, amounts, first_token_us, first_tokens);
         }
-        self.first_token
-            .observe(&FIRST_TOKEN, amounts, first_token_us, first_tokens);
         let amounts = [1, running(sample.gap_running, sample.gaps)];
         let gap_us = mean(sample.gap_us, sample.gaps);
         self.gap.observe(&GAP, amounts, gap_us, sample.gaps);
+    }
+
+    /// Returns the expected time that a request of the sample spent on loading, in microseconds.
+    fn loading_us(&self, sample: &ServiceSample) -> i64 {
+        let count = u64::from(sample.first_tokens);
+        let loads = sample.loaded_tokens.iter().enumerate();
+        let ns = loads.map(|(tier, tokens)| {
+            mean(*tokens, count).saturating_mul(self.load_ns_per_token(tier).into())
+        });
+        ns.fold(0, i64::saturating_add) / 1000
+    }
+
+    /// Returns the learned price of loading a token from a tier. Engines have tiers because loading
+    /// is no slower than computing.
+    fn load_ns_per_token(&self, tier: usize) -> u32 {
+        let loading = self.loading.expected_milli(&LOADING, 3 + tier);
+        let computing = self.first_token.expected_milli(&FIRST_TOKEN, 1);
+        u32::try_from(loading.min(computing).max(0)).unwrap_or(u32::MAX)
     }
 
     fn observe_loading(&mut self, sample: &LoadingSample) {
@@ -216,9 +231,6 @@ impl PriceLearner {
             first_token.range_milli(2)
         };
         let prefill_ns_per_token = ns(first_token.coefficient_milli(1));
-        // Engines have tiers because loading is no slower than computing.
-        let load_ns =
-            |tier: usize| ns(self.loading.expected_milli(&LOADING, tier)).min(prefill_ns_per_token);
         Some(LearntPrices {
             prices: Prices {
                 prefill_ns_per_token,
@@ -226,9 +238,9 @@ impl PriceLearner {
                 prefill_range_ns: both(ns, first_token.range_milli(1)),
                 decode_range_ns: both(per_request, decode_range),
                 load: LoadPrices {
-                    cpu_ns_per_token: load_ns(3),
-                    disk_ns_per_token: load_ns(4),
-                    store_ns_per_token: load_ns(5),
+                    cpu_ns_per_token: self.load_ns_per_token(0),
+                    disk_ns_per_token: self.load_ns_per_token(1),
+                    store_ns_per_token: self.load_ns_per_token(2),
                 },
             },
             first_token_base_us: ns(first_token.coefficient_milli(0) / 1000),

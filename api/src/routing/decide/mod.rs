@@ -163,10 +163,7 @@ impl Decider {
             prefill,
             record,
         } = chosen?;
-        let choice = match asked.shows_lower_tiers() {
-            true => choice,
-            false => self.with_lower_tiers(matchable(ask), choice),
-        };
+        let choice = self.with_lower_tiers((&fleet, ask), config, (choice, at));
         let backend = fleet.handle(at);
         let user = || user_of(&fleet, ask);
         let entered = match doubt {

@@ -205,13 +205,16 @@ impl Decider {
             BreakerState::Open if prefill.handover == Handover::Room => None,
             BreakerState::Open => return None,
         };
+        let at = whole.fleet.registry.place(prefill.backend.slot)?;
+        let (fleet, choice) = (whole.fleet, (prefill.choice, at));
+        let choice = self.with_lower_tiers((fleet, whole.ask), whole.policy, choice);
         Some(PrefillDecision {
             backend: prefill.backend,
             name: Arc::clone(&prefill.name),
             handover: prefill.handover,
-            matched: prefill.choice.matched,
-            loaded: prefill.choice.loaded,
-            reason: prefill.choice.reason,
+            matched: choice.matched,
+            loaded: choice.loaded,
+            reason: choice.reason,
             trial,
         })
     }

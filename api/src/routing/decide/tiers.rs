@@ -5,10 +5,12 @@
 
 use state::ids::{BlockHash, Slot};
 use state::kv_events::{LowerTier, LowerTierBlocks};
-use state::policy::{Candidate, Choice};
+use state::policy::{Candidate, Choice, PolicyConfig};
 use state::view::BlockView;
 
 use super::Decider;
+use super::routing_table::{RoutingTable, matchable};
+use crate::routing::RoutingRequest;
 
 impl Decider {
     /// Extends the candidates' matches of the prompt's `chain` with blocks on tiers below the GPU.
@@ -46,12 +48,25 @@ impl Decider {
         tiers.filter(|(_, view)| !view.is_unused())
     }
 
-    /// Returns a policy's `choice` with the blocks that its engine loads, which the policy did not
-    /// see.
-    pub(super) fn with_lower_tiers(&self, chain: &[BlockHash], choice: Choice) -> Choice {
-        let loaded = self.loaded_behind(chain, choice.slot, choice.matched);
+    /// Returns the `choice` of a policy that does not see tiers below the GPU, the backend at `at`,
+    /// with the blocks that its engine loads. Returns that of another policy as it is.
+    pub(super) fn with_lower_tiers(
+        &self,
+        (fleet, ask): (&RoutingTable, &RoutingRequest<'_>),
+        config: &PolicyConfig,
+        (choice, at): (Choice, usize),
+    ) -> Choice {
+        if fleet.registry.routing.shows_lower_tiers(config) {
+            return choice;
+        }
+        let (mut matched, mut loaded) = (choice.matched, LowerTierBlocks::default());
+        for (tier, view) in self.used_tiers() {
+            let mut found = view.match_by_position(matchable(ask), choice.slot);
+            fleet.leave_out_dropped(at, ask, &mut found);
+            loaded.extend(&mut matched, tier, found);
+        }
         Choice {
-            matched: choice.matched + loaded.total(),
+            matched,
             loaded,
             ..choice
         }

@@ -1,7 +1,7 @@
 //! The experiment `day`: a day's requests on engines that a scaler starts and stops, compared with the
 //! schedule that takes the fewest engine-hours at the same p99 of the time to first token.
 //!
-//! The schedule knows all arrivals ([`KnownDemand`]). Engines start before they are needed, and their
+//! The schedule knows all arrivals (`KnownDemand`). Engines start before they are needed, and their
 //! start counts, as it does for the scaler. A lower number of engines delays more requests, so the
 //! schedule's target for the use of places is raised until its p99 exceeds the scaler's. It is the best
 //! of these schedules, not of all.
