@@ -255,7 +255,7 @@ impl Decider {
         let matches = backends.iter_mut().map(|it| (it.backend, &mut it.matched));
         self.overlay.extend(chain, matches);
         for (at, shown) in backends.iter_mut().enumerate() {
-            shown.loaded = self.loaded_behind(chain, shown.backend.slot, shown.matched);
+            shown.loaded = self.loaded_behind(chain, shown.backend.slot, shown.matched, |_| {});
             let matched = shown.matched + shown.loaded.total();
             shown.matched = matched;
             fleet.leave_out_dropped(at, ask, &mut shown.matched);

@@ -27,16 +27,18 @@ impl Decider {
     }
 
     /// Returns the blocks of `chain` that the engine in `slot` loads behind the `matched` ones on its
-    /// GPU.
+    /// GPU. `shorten` leaves out blocks of what a tier holds.
     pub(super) fn loaded_behind(
         &self,
         chain: &[BlockHash],
         slot: Slot,
         mut matched: u32,
+        shorten: impl Fn(&mut u32),
     ) -> LowerTierBlocks {
         let mut loaded = LowerTierBlocks::default();
         for (tier, view) in self.used_tiers() {
-            let found = view.match_by_position(chain, slot);
+            let mut found = view.match_by_position(chain, slot);
+            shorten(&mut found);
             loaded.extend(&mut matched, tier, found);
         }
         loaded
@@ -59,14 +61,10 @@ impl Decider {
         if fleet.registry.routing.shows_lower_tiers(config) {
             return choice;
         }
-        let (mut matched, mut loaded) = (choice.matched, LowerTierBlocks::default());
-        for (tier, view) in self.used_tiers() {
-            let mut found = view.match_by_position(matchable(ask), choice.slot);
-            fleet.leave_out_dropped(at, ask, &mut found);
-            loaded.extend(&mut matched, tier, found);
-        }
+        let shorten = |found: &mut u32| fleet.leave_out_dropped(at, ask, found);
+        let loaded = self.loaded_behind(matchable(ask), choice.slot, choice.matched, shorten);
         Choice {
-            matched,
+            matched: choice.matched + loaded.total(),
             loaded,
             ..choice
         }

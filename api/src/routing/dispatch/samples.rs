@@ -188,7 +188,8 @@ impl AttemptTimer {
         self.counted = Some((now, self.generated + 1));
         self.last_output = now;
         sample.first_tokens += 1;
-        sample.first_token_us += micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);
+        let took_us = micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);
+        sample.first_token_us += took_us;
         sample.prefill_tokens += self
             .work
             .computed
@@ -202,7 +203,7 @@ impl AttemptTimer {
         if self.work.loaded.iter().any(|tokens| *tokens > 0) && self.before.waiting == 0 {
             let loading = &mut sample.loading;
             loading.requests += 1;
-            loading.first_token_us += micros(self.dispatched, now).min(FIRST_TOKEN_US_MAX);
+            loading.first_token_us += took_us;
             loading.prefill_tokens += self.work.computed.min(TOKENS_MAX);
             loading.running += running;
             for (sum, tokens) in loading.loaded_tokens.iter_mut().zip(self.work.loaded) {

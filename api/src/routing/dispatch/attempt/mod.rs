@@ -225,7 +225,7 @@ impl Dispatcher {
             prefill,
             session: ask.session.filter(|_| begins),
             cached_max: None,
-            usage: terms.earlier.and_then(|it| it.usage),
+            usage: terms.earlier.and_then(|earlier| earlier.usage),
             form: None,
             unreported_bytes: 0,
             charged: charged_before(terms.earlier, (user, source)),
